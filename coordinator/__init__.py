@@ -1,0 +1,1 @@
+"""Decides: plans, starts and watches stages, schedules and reports. Loads no torch."""

@@ -1,0 +1,1 @@
+"""Carries: messages, sockets, shared memory and hand-off slots. Knows no model."""

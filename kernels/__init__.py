@@ -1,0 +1,1 @@
+"""Computes: tensors in, tensors out. Knows no process and imports none of the other packages."""

@@ -1,0 +1,1 @@
+"""CUDA sources, compiled on first use."""

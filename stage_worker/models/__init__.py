@@ -1,0 +1,1 @@
+"""What differs between architectures: one module per family, mixers shared."""
