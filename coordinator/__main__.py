@@ -1,0 +1,6 @@
+"""Runs the command line as `python -m strata_coord.coordinator`."""
+
+from strata_coord.coordinator.cli import main
+
+if __name__ == "__main__":
+    main()
