@@ -36,7 +36,7 @@ class ModelConfig(_Table):
     """The model to run."""
 
     path: str = Field(
-       default= min_length=1,
+        min_length=1,
         description='A GGUF file, its first shard (relative to this file), or "builtin:split24".',
     )
     context_tokens: Positive | Literal["auto"] = Field(
@@ -74,13 +74,13 @@ class StageConfig(_Table):
         default="auto", description="NUMA node that the worker is bound to."
     )
     vram_budget_mib: Positive | None = Field(
-        default=None, description="Device memory this stage may use; on a CPU stage a byte budget in its place."
+        default=None, description="Device memory this stage may use; on the CPU, bytes in its place."
     )
-    vram_reserve_mib: NotNegative | None = Field(default=None, description="Device memory left to other programs.")
+    vram_reserve_mib: NotNegative | None = Field(default=None, description="Device memory left to others.")
     arena_gib: Annotated[float, Field(ge=0)] | None = Field(
-        default=None, description="Host memory for this stage's experts; overrides its share of memory.arena_gib."
+        default=None, description="Host memory for this stage's experts, in place of its share."
     )
-    cpu_threads: Positive | Literal["auto"] = Field(default="auto", description="Threads of the worker's arithmetic.")
+    cpu_threads: Positive | Literal["auto"] = Field(default="auto", description="Threads of the arithmetic.")
     node: str | None = Field(default=None, description="Host that runs the stage.")
     link_limit_gb_per_s: PositiveFloat | None = Field(
         default=None, description="Throttle of expert uploads, for experiments; GB are powers of ten."
@@ -127,7 +127,7 @@ class MemoryConfig(_Table):
     expert_profile: str | None = Field(
         default=None, description="Ranking of experts by use, which decides residency."
     )
-    vram_margin_mib: NotNegative | None = Field(default=None, description="Device memory that the plan keeps spare.")
+    vram_margin_mib: NotNegative | None = Field(default=None, description="Device memory kept spare.")
     window_mib: Positive | Literal["auto"] = Field(
         default="auto", description="Ring that streamed experts are uploaded into."
     )
@@ -200,7 +200,7 @@ class LogConfig(_Table):
     level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="Least severity that is logged."
     )
-    file: str | None = Field(default=None, description="Log file, relative to this file; none: standard error.")
+    file: str | None = Field(default=None, description="Log file; none: standard error.")
     format: Literal["text", "json"] = Field(default="text", description="Form of a log line.")
 
 
