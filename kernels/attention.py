@@ -7,8 +7,8 @@ reads key-value head i // (Q / G). Scale 1 / sqrt(D).
 from collections.abc import Iterator
 
 import torch
-from torch.nn import functional
 from torch import Tensor
+from torch.nn import functional
 
 MASK_ELEMENTS = 1 << 22
 """Most mask entries of one attention call: scratch stays at 16 MiB of float32 for prompts of any length."""
@@ -30,8 +30,10 @@ def attend(q_TQD: Tensor, k_GLD: Tensor, v_GLD: Tensor, visible_TL: Tensor | Non
         # The query heads of a group stand in for query rows: keys are read once per group.
         q = q_TQD.view(1, groups, per_group, dim)
         mask = None if visible_TL is None else visible_TL.view(1, 1, 1, -1)
-        out = functional.scaled_dot_product_attention(q, k_GLD.unsqueeze(0), v_GLD.unsqueeze(0),
-        attn_mask=mask) return out.view(1, query_heads, dim)
+        out = functional.scaled_dot_product_attention(
+            q, k_GLD.unsqueeze(0), v_GLD.unsqueeze(0), attn_mask=mask
+        )
+        return out.view(1, query_heads, dim)
     q = q_TQD.view(rows, groups, per_group, dim).permute(1, 2, 0, 3)
     k, v = (x.unsqueeze(1).expand(-1, per_group, -1, -1) for x in (k_GLD, v_GLD))
     mask = None if visible_TL is None else visible_TL[None, None]
