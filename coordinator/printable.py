@@ -1,18 +1,11 @@
-"""Text from outside made safe to show: no control characters, no bidirectional overrides, bounded length."""
+"""Text from outside, safe and short enough to stand inside a one-line message."""
+
+from strata_coord.coordinator.terminal_text import escape_control
 
 
 def printable(text: str, *, limit: int = 200) -> str:
-    r"""Return text on one line with everything that is not printable escaped.
+    """Return text on one line, escaped, cut to limit characters; a cut is marked by "...".
 
-    A model's names and templates, file names and prompts reach terminals and logs; an escape sequence inside
-    them would run there. "\x1b" becomes the four characters backslash, x, 1, b.
-
-    Args:
-        text: anything.
-        limit: characters kept; what is cut is marked by "...".
+    A model's names and templates reach terminals and logs; an escape sequence inside them would run there.
     """
-    cut = text[:limit]
-    shown = "".join(
-        c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in cut
-    )
-    return shown + "..." if len(text) > limit else shown
+    return escape_control(text[:limit]) + ("..." if len(text) > limit else "")
