@@ -24,10 +24,12 @@ MAX_BYTES_FIELD = 16384
 _MAX_UNSIGNED = (1 << 64) - 1
 _MAX_SIGNED = (1 << 63) - 1
 
-# Counts, indexes, sizes and times are never negative; these fields use -1 for "none".
+# Counts, indexes, sizes and times are never negative; these fields use -1 for "none" or "not finite".
 _MINUS_ONE_MEANS_NONE = frozenset(
     {
         ("Hello", "numa_node"),
+        ("Bootstrap", "numa_node"),
+        ("SampledToken", "token"),
         ("StageFailed", "layer"),
         ("StageFailed", "super_chunk"),
         ("StageAssignment", "numa_node"),

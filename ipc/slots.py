@@ -21,6 +21,7 @@ import enum
 from collections import deque
 
 from strata_coord.ipc.errors import InvariantError, ProtocolError
+from strata_coord.ipc.link_side import LinkSide
 from strata_coord.ipc.messages import Grant, Put, Return
 
 
@@ -33,99 +34,7 @@ class SlotState(enum.Enum):
     READING = "reading"  # the receiver
 
 
-class _Order:
-    """Hand-offs of an epoch are counted from 0; their rows tile super-chunks 0, 1, 2, ... without gaps."""
-
-    def __init__(self) -> None:
-        self.hand_off = 0
-        self.super_chunk = 0
-        self.row = 0
-
-    def objection(
-        self, super_chunk: int, first_row: int, rows: int, max_rows: int, *, last: bool
-    ) -> str | None:
-        """Return why this hand-off cannot be the next one, or None."""
-        if (super_chunk, first_row) != (self.super_chunk, self.row):
-            return (
-                f"rows from {first_row} of super-chunk {super_chunk} where row {self.row} of "
-                f"super-chunk {self.super_chunk} is due"
-            )
-        if not 0 <= rows <= max_rows:
-            return f"{rows} rows where a slot holds {max_rows}"
-        if rows == 0 and not last:
-            return f"no rows for super-chunk {super_chunk}, and it goes on"
-        return None
-
-    def advance(self, rows: int, *, last: bool) -> None:
-        self.hand_off += 1
-        self.row = 0 if last else self.row + rows
-        self.super_chunk += last
-
-
-class _LinkSide:
-    """Epoch and generation, the same at both ends."""
-
-    def __init__(self, num_slots: int, slot_rows: int, generation: int) -> None:
-        if num_slots < 1 or slot_rows < 1:
-            message = f"link with {num_slots} slots of {slot_rows} rows, at least 1 of 1 is needed"
-            raise InvariantError(message)
-        self.num_slots = num_slots
-        self.slot_rows = slot_rows
-        self.generation = generation
-        self.epoch = 0  # the last one begun or aborted; epochs count from 1
-        self.is_active = False  # an epoch runs and was not aborted
-        self.num_stale = 0  # messages of older generations, dropped
-        self._order = _Order()
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether the link is in its initial state: EpochAborted and BeginEpoch need it."""
-        raise NotImplementedError
-
-    def _open(self, epoch: int) -> None:
-        if not self.is_settled:
-            message = f"epoch {epoch} begins while epoch {self.epoch} holds slots"
-            raise InvariantError(message)
-        if epoch <= self.epoch:
-            message = f"epoch {epoch} begins after epoch {self.epoch}"
-            raise InvariantError(message)
-        self.epoch = epoch
-        self.is_active = True
-        self._order = _Order()
-
-    def _close(self, epoch: int) -> bool:
-        """End the epoch; False when a later one was seen already, so that there is nothing to do."""
-        if self.is_active and epoch > self.epoch:
-            message = f"epoch {epoch} is aborted while epoch {self.epoch} runs"
-            raise InvariantError(message)
-        if epoch < self.epoch:
-            return False
-        self.epoch = epoch
-        self.is_active = False
-        return True
-
-    def _is_current(self, message: Grant | Put | Return) -> bool:
-        if message.generation != self.generation:
-            self.num_stale += 1
-            return False
-        if not 0 <= message.slot < self.num_slots:
-            error = f"{type(message).__name__} for slot {message.slot} of {self.num_slots}"
-            raise ProtocolError(error)
-        return True
-
-    def _renew(self, generation: int, num_slots: int | None, slot_rows: int | None) -> None:
-        if generation <= self.generation:
-            message = f"generation {generation} follows generation {self.generation}"
-            raise InvariantError(message)
-        if self.is_active:
-            message = f"generation {generation} comes while epoch {self.epoch} runs"
-            raise InvariantError(message)
-        self.generation = generation
-        self.num_slots = self.num_slots if num_slots is None else num_slots
-        self.slot_rows = self.slot_rows if slot_rows is None else slot_rows
-
-
-class ReceiverLink(_LinkSide):
+class ReceiverLink(LinkSide):
     """The side that owns the slots and grants them."""
 
     def __init__(self, num_slots: int, slot_rows: int, *, generation: int) -> None:
@@ -156,7 +65,7 @@ class ReceiverLink(_LinkSide):
         Raises:
             InvariantError: the link is not settled, or the epoch is not a new one.
         """
-        self._open(epoch)
+        self.open_epoch(epoch)
         return [self._grant(slot) for slot in range(self.num_slots)]
 
     def on_put(self, put: Put) -> None:
@@ -177,7 +86,7 @@ class ReceiverLink(_LinkSide):
             self.is_broken = True
             message = f"hand-off {put.hand_off} of epoch {put.epoch}: {problem}"
             raise ProtocolError(message)
-        self._order.advance(put.rows, last=put.last)
+        self.order.advance(put.rows, last=put.last)
         self.states[put.slot] = SlotState.FULL
         self._full.append(put)
 
@@ -215,7 +124,7 @@ class ReceiverLink(_LinkSide):
         Raises:
             InvariantError: an earlier epoch runs.
         """
-        if self._close(epoch):
+        if self.close_epoch(epoch):
             for put in self._full:
                 self.states[put.slot] = SlotState.FREE
             self._full.clear()
@@ -231,7 +140,7 @@ class ReceiverLink(_LinkSide):
                 f"generation {generation} comes while slot {self.states.index(SlotState.READING)} is read"
             )
             raise InvariantError(message)
-        self._renew(generation, num_slots, slot_rows)
+        self.renew(generation, num_slots, slot_rows)
         self.states = [SlotState.FREE] * self.num_slots
         self._granted_in = [0] * self.num_slots
         self.is_broken = False
@@ -243,7 +152,7 @@ class ReceiverLink(_LinkSide):
         return Grant(generation=self.generation, epoch=self.epoch, slot=slot)
 
     def _is_answer(self, answer: Put | Return) -> bool:
-        if not self._is_current(answer):
+        if not self.is_current(answer):
             return False
         state = self.states[answer.slot]
         if state is not SlotState.GRANTED:
@@ -260,9 +169,9 @@ class ReceiverLink(_LinkSide):
         return True
 
     def _objection(self, put: Put) -> str | None:
-        if put.hand_off != self._order.hand_off:
-            return f"hand-off {self._order.hand_off} is due"
-        return self._order.objection(put.super_chunk, put.first_row, put.rows, self.slot_rows, last=put.last)
+        if put.hand_off != self.order.hand_off:
+            return f"hand-off {self.order.hand_off} is due"
+        return self.order.objection(put.super_chunk, put.first_row, put.rows, self.slot_rows, last=put.last)
 
     def _expect(self, slot: int, state: SlotState) -> None:
         if not 0 <= slot < self.num_slots or self.states[slot] is not state:
@@ -271,7 +180,7 @@ class ReceiverLink(_LinkSide):
             raise InvariantError(message)
 
 
-class SenderLink(_LinkSide):
+class SenderLink(LinkSide):
     """The side that fills slots while it holds their credits."""
 
     def __init__(self, num_slots: int, slot_rows: int, *, generation: int) -> None:
@@ -296,7 +205,7 @@ class SenderLink(_LinkSide):
         Raises:
             InvariantError: the link is not settled, or the epoch is not a new one.
         """
-        self._open(epoch)
+        self.open_epoch(epoch)
         for slot, granted in self._early.items():
             if granted != epoch:
                 message = f"epoch {epoch} begins with a credit of epoch {granted}"
@@ -310,7 +219,7 @@ class SenderLink(_LinkSide):
         Raises:
             ProtocolError: the slot's last grant was not answered yet.
         """
-        if not self._is_current(grant):
+        if not self.is_current(grant):
             return []
         if grant.slot in self.credits or grant.slot in self.copying or grant.slot in self._early:
             message = f"slot {grant.slot} is granted twice"
@@ -343,14 +252,14 @@ class SenderLink(_LinkSide):
         self._expect_copying(slot)
         if not self.is_active:
             return self.give_back(slot)
-        problem = self._order.objection(super_chunk, first_row, rows, self.slot_rows, last=last)
+        problem = self.order.objection(super_chunk, first_row, rows, self.slot_rows, last=last)
         if problem is not None:
-            message = f"hand-off {self._order.hand_off} of epoch {self.epoch}: {problem}"
+            message = f"hand-off {self.order.hand_off} of epoch {self.epoch}: {problem}"
             raise InvariantError(message)
         put = Put(
             generation=self.generation,
             epoch=self.epoch,
-            hand_off=self._order.hand_off,
+            hand_off=self.order.hand_off,
             slot=slot,
             super_chunk=super_chunk,
             first_row=first_row,
@@ -358,7 +267,7 @@ class SenderLink(_LinkSide):
             last=last,
         )
         del self.copying[slot]
-        self._order.advance(rows, last=last)
+        self.order.advance(rows, last=last)
         return put
 
     def give_back(self, slot: int) -> Return:
@@ -379,7 +288,7 @@ class SenderLink(_LinkSide):
         Raises:
             InvariantError: an earlier epoch runs.
         """
-        if not self._close(epoch):
+        if not self.close_epoch(epoch):
             return []
         over = dict.fromkeys(self.credits, epoch)
         over |= {slot: granted for slot, granted in self._early.items() if granted <= epoch}
@@ -396,7 +305,7 @@ class SenderLink(_LinkSide):
         if self.copying:
             message = f"generation {generation} comes while slot {min(self.copying)} is copied"
             raise InvariantError(message)
-        self._renew(generation, num_slots, slot_rows)
+        self.renew(generation, num_slots, slot_rows)
         self.credits.clear()
         self._early.clear()
 
