@@ -20,7 +20,8 @@ PLAN = PromptPlan(
 STAGE = StageResult(
     stage=0, pid=7, device="cpu", numa_node=-1, binding="none", route="host", first_layer=0, last_layer=24,
     clock=StageClock(
-        now_ns=10_000_000_000, busy_ns=6_000_000_000, wait_rows_ns=1_000_000_000, wait_experts_ns=2_000_000_000,
+        now_ns=10_000_000_000, busy_ns=6_000_000_000, wait_rows_ns=1_000_000_000,
+        wait_experts_ns=2_000_000_000,
         wait_slot_ns=500_000_000, hand_off_ns=500_000_000,
     ),
     counters=ByteCounters(resident_hit=1, ram_to_device=2, file_read=3, rows_spilled=4, handed_off=5),
