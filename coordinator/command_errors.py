@@ -13,6 +13,7 @@ DOES_NOT_FIT: Final = 3
 INTERNAL: Final = 7
 INTERRUPTED: Final = 130
 
+MAX_LINE: Final = 4000  # characters of an error; a name from a file can be of any length
 PROGRAM: Final = "strata-coord"
 
 
@@ -77,10 +78,10 @@ def _usage_text(error: Exception) -> str | None:
 
 
 def _report(kind: str, text: str, code: int, *, json: bool) -> int:
-    from strata_coord.coordinator.terminal_text import escape_control
+    from strata_coord.coordinator.printable import printable
 
     is_help = kind == "NoArgsIsHelpError"
-    lines = [escape_control(line) for line in text.split("\n") if is_help or line.strip()]
+    lines = [printable(line, limit=MAX_LINE) for line in text.split("\n") if is_help or line.strip()]
     try:
         for line in lines:
             print(line if is_help else f"{PROGRAM}: {line}", file=sys.stderr)
