@@ -67,7 +67,7 @@ class Source:
                 return [Problem(path=(), text=text, option=option)]
             path.append(key)
             if last:
-                here[key] = _override_value(raw)  # type: ignore[index]  # key is an index where here is a list
+                here[key] = _override_value(raw)
             else:
                 here = here[int(key)] if isinstance(here, list) else here.setdefault(key, {})
         self.overridden[tuple(path)] = option

@@ -1,0 +1,281 @@
+"""Model, rig and configuration -> LaunchPlan; LaunchPlan and prompt length -> PromptPlan. Pure.
+
+plan_launch fixes what stages allocate: the largest S whose rows fit every stage beside everything else, then
+the window, then as many resident experts as are left room for. plan_prompt (prompt_planner.py) chooses how
+one prompt is read within that. assignments.py turns a plan into what a stage is told.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from strata_coord.coordinator.assignments import expert_bytes_once, stage_assignment
+from strata_coord.coordinator.budget import (
+    MIB,
+    MIN_WINDOW_SLOTS,
+    Shortfall,
+    Sizes,
+    StageShape,
+    fixed_lines,
+    shortfall,
+    window_slot_bytes,
+)
+from strata_coord.coordinator.config_checks import GRID_TOKENS
+from strata_coord.coordinator.plan import PLAN_VERSION, BudgetLine, LaunchPlan
+from strata_coord.coordinator.prompt_planner import STREAM_ALL_SHARE, plan_prompt, upload_policy
+from strata_coord.coordinator.stage_planner import HostShare, StageRequest, divide_host, plan_stages
+from strata_coord.coordinator.state_sizes import FP32_BYTES
+from strata_coord.coordinator.super_chunks import round_up_to_grid
+from strata_coord.ipc.errors import ConfigError, InvariantError
+
+if TYPE_CHECKING:
+    from strata_coord.coordinator.config import Config
+    from strata_coord.coordinator.planned_model import PlannedModel
+    from strata_coord.coordinator.rig import Rig
+    from strata_coord.ipc.assignment import KvDtype
+
+__all__ = ["expert_bytes_once", "plan_launch", "plan_prompt", "stage_assignment", "upload_policy"]
+
+# Longest context without a setting: room for keys and values is taken at the start, so a model's own limit of
+# 262,144 tokens would take memory that few prompts need.
+DEFAULT_CONTEXT_TOKENS = 32768
+# Rows with permanent room without a setting.
+DEFAULT_RESERVED_TOKENS = 16384
+# Rows of a dense kernel call on the CPU: larger calls gain nothing there and cost scratch.
+DEFAULT_SUB_CHUNK_TOKENS = 512
+# Two slots are enough: one is filled while the other is copied out.
+DEFAULT_HAND_OFF_SLOTS = 2
+# Rows of one expert multiplication; an expert with more is split.
+DEFAULT_EXPERT_GROUP_ROWS = 1024
+KV_PAGE_TOKENS = 64
+
+
+def plan_launch(model: PlannedModel, rig: Rig, config: Config) -> LaunchPlan:
+    """Return every size of a launch.
+
+    Raises:
+        ConfigError: The configuration asks for what the model does not have.
+        BindingError: A NUMA node that the rig does not have.
+        PlanError: Nothing fits; names stage, item, need, have and the setting that moves it.
+    """
+    notes: list[str] = []
+    shapes = _stage_shapes(model, config)
+    context = _context_tokens(model, config, notes)
+    requests = tuple(
+        StageRequest(shape=shape, settings=settings, budget_bytes=_mib(settings.vram_budget_mib))
+        for shape, settings in zip(shapes, config.stage, strict=True)
+    )
+    host = divide_host(rig, requests, notes)
+    sizes, lines = _fit_sizes(model, config, requests, host, context, notes)
+    stages = plan_stages(model, rig, config, requests, host, sizes, lines, notes)
+    return LaunchPlan(
+        version=PLAN_VERSION,
+        architecture=model.geometry.architecture,
+        num_layers=model.geometry.num_layers,
+        num_experts=model.geometry.experts.num_experts,
+        experts_per_token=model.geometry.experts.experts_per_token,
+        boundaries=tuple(shape.first_layer for shape in shapes[1:]),
+        stages=stages,
+        super_chunk_tokens=sizes.super_chunk_tokens,
+        sub_chunk_tokens=sizes.sub_chunk_tokens,
+        slot_rows=sizes.slot_rows,
+        hand_off_slots=sizes.hand_off_slots,
+        row_bytes=model.geometry.row_width * FP32_BYTES,
+        kv_dtype=sizes.kv_dtype,
+        kv_pool_tokens=sizes.kv_pool_tokens,
+        max_sequences=sizes.max_sequences,
+        context_tokens=context,
+        upload=config.prefill.upload,
+        stream_all_share=STREAM_ALL_SHARE,
+        notes=tuple(notes),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wanted:
+    """What the user asked for; None: up to the plan."""
+
+    most_rows: int
+    sub_chunk_tokens: int | None
+    slot_rows: int | None
+    hand_off_slots: int
+    kv_dtype: KvDtype
+    kv_pool_tokens: int
+    max_sequences: int
+    context_tokens: int
+    margin_bytes: int
+
+    def sizes(self, super_chunk_tokens: int, sub_chunk_tokens: int) -> Sizes:
+        """Return the sizes for one S and c."""
+        # The ring holds a whole super-chunk where it can, so that a stage may go on while the next one works.
+        rows = -(-super_chunk_tokens // self.hand_off_slots) if self.slot_rows is None else self.slot_rows
+        most = super_chunk_tokens // sub_chunk_tokens
+        num_sub_chunks = max(1, min(-(-rows // sub_chunk_tokens), most))
+        return Sizes(
+            super_chunk_tokens=super_chunk_tokens,
+            sub_chunk_tokens=sub_chunk_tokens,
+            slot_rows=num_sub_chunks * sub_chunk_tokens,
+            hand_off_slots=self.hand_off_slots,
+            expert_group_rows=min(DEFAULT_EXPERT_GROUP_ROWS, super_chunk_tokens),
+            kv_dtype=self.kv_dtype,
+            kv_pool_tokens=self.kv_pool_tokens,
+            max_sequences=self.max_sequences,
+            context_tokens=self.context_tokens,
+            margin_bytes=self.margin_bytes,
+        )
+
+
+def _stage_shapes(model: PlannedModel, config: Config) -> tuple[StageShape, ...]:
+    boundaries = config.split.boundaries
+    if boundaries == "auto":
+        message = 'split.boundaries: "auto" is not available in this version'
+        raise ConfigError(message)
+    num_layers = model.geometry.num_layers
+    if boundaries and boundaries[-1] >= num_layers:
+        message = f"split.boundaries: layer {boundaries[-1]} is past the model's last layer, {num_layers - 1}"
+        raise ConfigError(message)
+    edges = [0, *boundaries, num_layers]
+    return tuple(
+        StageShape(
+            stage=stage,
+            first_layer=first,
+            last_layer=last,
+            is_first=stage == 0,
+            is_last=last == num_layers,
+        )
+        for stage, (first, last) in enumerate(itertools.pairwise(edges))
+    )
+
+
+def _context_tokens(model: PlannedModel, config: Config, notes: list[str]) -> int:
+    limit = model.geometry.context_tokens
+    if config.model.context_tokens == "auto":
+        chosen = min(limit, DEFAULT_CONTEXT_TOKENS)
+        notes.append(f"context: {chosen} tokens of the model's {limit}; model.context_tokens changes it")
+        return chosen
+    if config.model.context_tokens > limit:
+        message = f"model.context_tokens: {config.model.context_tokens} is above the model's limit, {limit}"
+        raise ConfigError(message)
+    return config.model.context_tokens
+
+
+def _wanted(config: Config, context: int) -> _Wanted:
+    prefill, kv = config.prefill, config.kv
+    if kv.dtype == "int8":
+        message = 'kv.dtype: "int8" is not available in this version'
+        raise ConfigError(message)
+    most = (
+        min(DEFAULT_RESERVED_TOKENS, context)
+        if prefill.reserved_tokens == "auto"
+        else prefill.reserved_tokens
+    )
+    if prefill.super_chunk_tokens != "auto":
+        most = min(most, prefill.super_chunk_tokens)
+    pool = context if kv.pool_tokens == "auto" else kv.pool_tokens
+    if pool < context:
+        message = (
+            f"kv.pool_tokens: {pool} cannot hold one sequence of {context} tokens (model.context_tokens)"
+        )
+        raise ConfigError(message)
+    return _Wanted(
+        # More rows than a context holds would be room for nothing.
+        most_rows=min(round_up_to_grid(most), round_up_to_grid(context)),
+        sub_chunk_tokens=None if prefill.sub_chunk_tokens == "auto" else prefill.sub_chunk_tokens,
+        slot_rows=None if prefill.slot_rows == "auto" else prefill.slot_rows,
+        hand_off_slots=DEFAULT_HAND_OFF_SLOTS if prefill.hand_off_slots == "auto" else prefill.hand_off_slots,
+        kv_dtype=kv.dtype,
+        kv_pool_tokens=-(-pool // KV_PAGE_TOKENS) * KV_PAGE_TOKENS,
+        max_sequences=kv.max_sequences,
+        context_tokens=context,
+        margin_bytes=_mib(config.memory.vram_margin_mib) or 0,
+    )
+
+
+def _fit_sizes(
+    model: PlannedModel,
+    config: Config,
+    requests: tuple[StageRequest, ...],
+    host: HostShare,
+    context: int,
+    notes: list[str],
+) -> tuple[Sizes, tuple[tuple[BudgetLine, ...], ...]]:
+    """Return the largest S that fits every stage, with the largest c that leaves room for it."""
+    wanted = _wanted(config, context)
+    worst: Shortfall | None = None
+    for sub in _sub_chunk_choices(wanted):
+        # All claims grow with S, so the largest that fits is found by halving the interval.
+        low, high, best = 1, wanted.most_rows // GRID_TOKENS, 0
+        while low <= high:
+            middle = (low + high) // 2
+            found = _first_shortfall(
+                model, requests, host, wanted.sizes(middle * GRID_TOKENS, _sub(sub, middle))
+            )
+            if found is None:
+                best, low = middle, middle + 1
+            else:
+                worst, high = found, middle - 1
+        if best:
+            rows = best * GRID_TOKENS
+            sizes = wanted.sizes(rows, _sub(sub, best))
+            notes += _given_up(wanted, sizes)
+            if rows < wanted.most_rows and worst is not None:
+                notes.append(
+                    f"super-chunks: {rows} tokens where {wanted.most_rows} were wanted: "
+                    f"at {rows + GRID_TOKENS} tokens stage {worst.stage}, {worst.item}, needs "
+                    f"{worst.need_bytes / MIB:.1f} MiB of {worst.have_bytes / MIB:.1f} MiB left"
+                )
+            return sizes, tuple(fixed_lines(model, request.shape, sizes) for request in requests)
+    if worst is None:
+        message = "no sub-chunk size was tried"
+        raise InvariantError(message)
+    raise worst.error()
+
+
+def _given_up(wanted: _Wanted, sizes: Sizes) -> list[str]:
+    """Return a note for each size that is smaller than asked for."""
+    notes = []
+    for name, asked, got in (
+        ("sub_chunk_tokens", wanted.sub_chunk_tokens or DEFAULT_SUB_CHUNK_TOKENS, sizes.sub_chunk_tokens),
+        ("slot_rows", wanted.slot_rows or 0, sizes.slot_rows),
+    ):
+        if got < asked:
+            notes.append(
+                f"{name}: {got} in place of {asked}, beside super-chunks of {sizes.super_chunk_tokens}"
+            )
+    return notes
+
+
+def _sub(sub_chunk_tokens: int, blocks: int) -> int:
+    return min(sub_chunk_tokens, blocks * GRID_TOKENS)
+
+
+def _sub_chunk_choices(wanted: _Wanted) -> list[int]:
+    """The user's c alone, else the default and its halves, largest first."""
+    if wanted.sub_chunk_tokens is not None:
+        return [wanted.sub_chunk_tokens]
+    choices = []
+    sub = DEFAULT_SUB_CHUNK_TOKENS
+    while sub >= GRID_TOKENS:
+        if wanted.slot_rows is None or wanted.slot_rows % sub == 0:
+            choices.append(sub)
+        sub //= 2
+    return choices
+
+
+def _first_shortfall(
+    model: PlannedModel, requests: tuple[StageRequest, ...], host: HostShare, sizes: Sizes
+) -> Shortfall | None:
+    for request in requests:
+        lines = fixed_lines(model, request.shape, sizes)
+        budget = request.budget_bytes if request.budget_bytes is not None else host.default_budget_bytes
+        window = MIN_WINDOW_SLOTS * window_slot_bytes(model, request.shape)
+        found = shortfall(lines, stage=request.shape.stage, budget_bytes=budget, window_bytes=window)
+        if found is not None:
+            return found
+    return None
+
+
+def _mib(value: int | None) -> int | None:
+    return None if value is None else value * MIB

@@ -1,0 +1,96 @@
+"""Bytes of sequence state and of attention scratch, from the geometry alone. Pure.
+
+State is what passes from one super-chunk to the next: keys and values, indexer keys, conv history, recurrent
+state and n-gram history. All but keys and values are fp32, whatever the type of those.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from strata_coord.ipc.assignment import KvDtype, ModelGeometry
+
+__all__ = ["KV_DTYPE_BYTES", "attention_scratch_bytes", "pool_bytes_per_token", "state_bytes_per_sequence"]
+
+FP32_BYTES = 4
+KV_DTYPE_BYTES: dict[KvDtype, int] = {"fp32": 4, "fp16": 2, "bf16": 2}
+_TOKEN_ID_BYTES = 8
+
+
+def pool_bytes_per_token(geometry: ModelGeometry, first: int, last: int, *, kv_dtype: KvDtype) -> int:
+    """Return the bytes that one token takes in the paged pool of layers [first, last).
+
+    Keys and values of every attention layer, and one indexer key for each compressed block, rounded up.
+    """
+    attention = geometry.attention
+    key_values = 2 * attention.num_kv_heads * attention.head_dim * KV_DTYPE_BYTES[kv_dtype]
+    total = 0
+    for layer in range(first, last):
+        if geometry.recurrent_layers[layer]:
+            continue
+        total += key_values
+        ratio = _compress_ratio(geometry, layer)
+        if ratio and geometry.sparse_attention is not None:
+            total += -(-geometry.sparse_attention.head_dim * FP32_BYTES // ratio)
+    return total
+
+
+def state_bytes_per_sequence(geometry: ModelGeometry, first: int, last: int) -> int:
+    """Return the bytes of one sequence's state of fixed size in layers [first, last)."""
+    total = 0
+    for layer in range(first, last):
+        delta = geometry.delta_net
+        if geometry.recurrent_layers[layer] and delta is not None:
+            channels = (2 * delta.num_key_heads + delta.num_value_heads) * delta.head_dim
+            total += (delta.conv_kernel - 1) * channels * FP32_BYTES
+            total += delta.num_value_heads * delta.head_dim**2 * FP32_BYTES
+        ratio = _compress_ratio(geometry, layer)
+        if ratio and geometry.sparse_attention is not None:
+            total += (ratio - 1) * geometry.sparse_attention.head_dim * FP32_BYTES
+        ngram = geometry.ngram
+        if ngram is not None and layer in ngram.layers:
+            total += (ngram.conv_kernel - 1) * ngram.ngram_size * geometry.row_width * FP32_BYTES
+            total += (ngram.ngram_size - 1) * _TOKEN_ID_BYTES
+    return total
+
+
+def attention_scratch_bytes(
+    geometry: ModelGeometry, first: int, last: int, *, rows: int, context: int
+) -> int:
+    """Return the scratch of the attention half of any layer of [first, last) for a sub-chunk of rows.
+
+    The largest over the layers of what one attention half holds at the same time: projections and their
+    rotated or convolved copies, the gathered keys and values of the context, the selection mask, and the
+    normed rows.
+    """
+    hidden, width = geometry.hidden_size, geometry.row_width
+    common = rows * (3 * hidden + 3 * width) * FP32_BYTES
+    largest = 0
+    for layer in range(first, last):
+        delta = geometry.delta_net
+        if geometry.recurrent_layers[layer] and delta is not None:
+            values = delta.num_value_heads * delta.head_dim
+            channels = 2 * delta.num_key_heads * delta.head_dim + values
+            here = rows * (3 * channels + 6 * values) * FP32_BYTES
+        else:
+            attention = geometry.attention
+            queries = attention.num_heads * attention.head_dim
+            key_values = 2 * attention.num_kv_heads * attention.head_dim
+            here = rows * (4 * queries + 2 * key_values) * FP32_BYTES + context * key_values * FP32_BYTES
+            ratio = _compress_ratio(geometry, layer)
+            if ratio and geometry.sparse_attention is not None:
+                sparse = geometry.sparse_attention
+                scores = rows * (context // ratio) * (sparse.num_heads + 1) * FP32_BYTES
+                here += scores + rows * context + rows * sparse.num_heads * sparse.head_dim * FP32_BYTES
+        ngram = geometry.ngram
+        if ngram is not None and layer in ngram.layers:
+            here = max(here, rows * 4 * width * FP32_BYTES)
+        largest = max(largest, here)
+    return common + largest
+
+
+def _compress_ratio(geometry: ModelGeometry, layer: int) -> int:
+    if geometry.sparse_attention is None or geometry.recurrent_layers[layer]:
+        return 0
+    return geometry.sparse_attention.compress_ratios[layer]
