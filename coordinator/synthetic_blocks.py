@@ -3,12 +3,17 @@
 Every byte pattern is a valid block of the types below, so a synthetic weight needs no quantiser: the bytes
 are random and only the fp16 scale fields are set. The types and layouts are those of ggml-common.h, models.md
 section 3.1 lists the sizes. numpy is imported inside the functions.
+
+The same seed gives the same bytes with every release of numpy: only the raw words of a bit generator are
+used, whose stream numpy promises to keep, and sums of integers in place of library functions.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from strata_coord.coordinator.ggml_types import GGML_TYPES
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,11 +27,8 @@ IQ4_NL, Q2_0 = 20, 42
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockLayout:
-    """Size of a block, where its fp16 fields lie, and how wide its values are with a scale of one."""
+    """Where the fp16 fields of a block lie, and how wide its values are with a scale of one."""
 
-    name: str
-    elements: int
-    num_bytes: int
     scale_offset: int
     unit_std: float  # of the values of a block of random bytes whose scale is one
     minimum_offset: int | None = None  # second fp16 field, added (Q5_1) or subtracted (Q4_K, Q5_K)
@@ -35,47 +37,17 @@ class BlockLayout:
 
 # unit_std of the types with sub-block scales is that of sc * q (- m * minimum_ratio) for uniform bits.
 LAYOUTS = {
-    Q4_0: BlockLayout(name="Q4_0", elements=32, num_bytes=18, scale_offset=0, unit_std=4.637),
-    Q5_0: BlockLayout(name="Q5_0", elements=32, num_bytes=22, scale_offset=0, unit_std=9.247),
-    Q5_1: BlockLayout(
-        name="Q5_1",
-        elements=32,
-        num_bytes=24,
-        scale_offset=0,
-        unit_std=9.233,
-        minimum_offset=2,
-        minimum_ratio=-15.5,
-    ),
-    Q8_0: BlockLayout(name="Q8_0", elements=32, num_bytes=34, scale_offset=0, unit_std=73.90),
-    Q4_K: BlockLayout(
-        name="Q4_K",
-        elements=256,
-        num_bytes=144,
-        scale_offset=0,
-        unit_std=258.3,
-        minimum_offset=2,
-        minimum_ratio=7.5,
-    ),
-    Q5_K: BlockLayout(
-        name="Q5_K",
-        elements=256,
-        num_bytes=176,
-        scale_offset=0,
-        unit_std=527.0,
-        minimum_offset=2,
-        minimum_ratio=15.5,
-    ),
-    Q6_K: BlockLayout(name="Q6_K", elements=256, num_bytes=210, scale_offset=208, unit_std=1366.0),
-    IQ4_NL: BlockLayout(name="IQ4_NL", elements=32, num_bytes=18, scale_offset=0, unit_std=71.4),
-    Q2_0: BlockLayout(name="Q2_0", elements=64, num_bytes=18, scale_offset=0, unit_std=1.225),
+    Q4_0: BlockLayout(scale_offset=0, unit_std=4.637),
+    Q5_0: BlockLayout(scale_offset=0, unit_std=9.247),
+    Q5_1: BlockLayout(scale_offset=0, unit_std=9.233, minimum_offset=2, minimum_ratio=-15.5),
+    Q8_0: BlockLayout(scale_offset=0, unit_std=73.90),
+    Q4_K: BlockLayout(scale_offset=0, unit_std=258.3, minimum_offset=2, minimum_ratio=7.5),
+    Q5_K: BlockLayout(scale_offset=0, unit_std=527.0, minimum_offset=2, minimum_ratio=15.5),
+    Q6_K: BlockLayout(scale_offset=208, unit_std=1366.0),
+    IQ4_NL: BlockLayout(scale_offset=0, unit_std=67.4),
+    Q2_0: BlockLayout(scale_offset=0, unit_std=1.225),
 }
-PLAIN_BYTES = {F32: 4, F16: 2, BF16: 2}
-PLAIN_NAMES = {F32: "F32", F16: "F16", BF16: "BF16"}
-
-
-def type_name(ggml_type: int) -> str:
-    """Return the usual name of a type, for messages."""
-    return PLAIN_NAMES[ggml_type] if ggml_type in PLAIN_NAMES else LAYOUTS[ggml_type].name
+PLAIN_TYPES = (F32, F16, BF16)
 
 
 def row_bytes(ggml_type: int, row_length: int) -> int:
@@ -84,27 +56,55 @@ def row_bytes(ggml_type: int, row_length: int) -> int:
     Raises:
         ValueError: the type is not one that can be made here, or a row is not a whole number of blocks.
     """
-    if ggml_type in PLAIN_BYTES:
-        return row_length * PLAIN_BYTES[ggml_type]
-    if ggml_type not in LAYOUTS:
-        message = f"ggml type {ggml_type} cannot be made; known: {sorted([*PLAIN_BYTES, *LAYOUTS])}"
+    name, elements, num_bytes = GGML_TYPES.get(ggml_type, (str(ggml_type), 0, 0))
+    if ggml_type not in PLAIN_TYPES and ggml_type not in LAYOUTS:
+        message = f"blocks of ggml type {name} cannot be made"
         raise ValueError(message)
-    layout = LAYOUTS[ggml_type]
-    if row_length % layout.elements:
-        message = (
-            f"a row of {row_length} values is not a whole number of {layout.name} blocks of {layout.elements}"
-        )
+    if row_length % elements:
+        message = f"a row of {row_length} values is not a whole number of {name} blocks of {elements}"
         raise ValueError(message)
-    return row_length // layout.elements * layout.num_bytes
+    return row_length // elements * num_bytes
+
+
+class RandomSource:
+    """A stream of random words, decided by its seeds alone."""
+
+    def __init__(self, *seeds: int) -> None:
+        import numpy as np
+
+        self._words = np.random.SFC64(np.random.SeedSequence(seeds))
+
+    def raw_bytes(self, count: int) -> npt.NDArray[np.uint8]:
+        """Return count random bytes, writable."""
+        import numpy as np
+
+        return self._words.random_raw(-(-count // 8)).view(np.uint8)[:count]
+
+    def uniform(self, count: int, low: float, high: float) -> npt.NDArray[np.float64]:
+        """Return count values of [low, high)."""
+        import numpy as np
+
+        words = self._words.random_raw(count) >> np.uint64(11)
+        return low + (high - low) * words.astype(np.float64) * 2.0**-53
+
+    def normal(self, count: int) -> npt.NDArray[np.float32]:
+        """Return count values of mean 0 and variance 1, none beyond 3.47: a sum of four uniform ones."""
+        import numpy as np
+
+        parts = self._words.random_raw(count).view(np.uint16).reshape(count, 4)
+        # The sum has mean 2 * 65535 and a standard deviation of 65536 / sqrt(3).
+        centred = parts.sum(axis=1, dtype=np.int64) - 131_070
+        values: npt.NDArray[np.float32] = (centred * (3.0**0.5 / 65_536)).astype(np.float32)
+        return values
 
 
 def random_rows(
-    rng: np.random.Generator, ggml_type: int, num_rows: int, row_length: int, *, std: float
+    source: RandomSource, ggml_type: int, num_rows: int, row_length: int, *, std: float
 ) -> npt.NDArray[np.uint8]:
     """Return uint8 [num_rows, row_bytes]: rows whose dequantised values have mean 0 and about the given std.
 
     Block scales differ by up to a factor of three and in sign, as a wrong block stride shows only where
-    neighbours differ. The same generator state gives the same bytes.
+    neighbours differ.
 
     Raises:
         ValueError: as row_bytes.
@@ -112,20 +112,24 @@ def random_rows(
     import numpy as np
 
     width = row_bytes(ggml_type, row_length)
-    if ggml_type in PLAIN_BYTES:
-        values = rng.standard_normal((num_rows, row_length), dtype=np.float32) * np.float32(std)
-        if ggml_type == F32:
-            return values.view(np.uint8)
+    if ggml_type in PLAIN_TYPES:
+        values = source.normal(num_rows * row_length) * np.float32(std)
         if ggml_type == F16:
-            return values.astype(np.float16).view(np.uint8)
-        return np.ascontiguousarray(values.view(np.uint16)[:, 1::2]).view(np.uint8)
+            return values.astype("<f2").view(np.uint8).reshape(num_rows, width)
+        words = values.astype("<f4").view("<u2").reshape(-1, 2)
+        return (
+            np.ascontiguousarray(words if ggml_type == F32 else words[:, 1])
+            .view(np.uint8)
+            .reshape(num_rows, width)
+        )
     layout = LAYOUTS[ggml_type]
-    num_blocks = num_rows * (row_length // layout.elements)
-    blocks = np.frombuffer(bytearray(rng.bytes(num_blocks * layout.num_bytes)), dtype=np.uint8)
-    blocks = blocks.reshape(num_blocks, layout.num_bytes)
+    _, elements, block_bytes = GGML_TYPES[ggml_type]
+    num_blocks = num_rows * (row_length // elements)
+    blocks = source.raw_bytes(num_blocks * block_bytes).reshape(num_blocks, block_bytes)
     # Uniform in [0.5, 1.5] has a root mean square of 1.0408.
-    scales = rng.uniform(0.5, 1.5, num_blocks) * (std / layout.unit_std / 1.0408)
-    scales *= rng.choice(np.array([-1.0, 1.0]), num_blocks)
+    scales = source.uniform(num_blocks, -1.0, 1.0)
+    scales += np.copysign(0.5, scales)
+    scales *= std / layout.unit_std / 1.0408
     _set_fp16(blocks, layout.scale_offset, scales)
     if layout.minimum_offset is not None:
         _set_fp16(blocks, layout.minimum_offset, scales * layout.minimum_ratio)

@@ -15,7 +15,7 @@ import torch
 from oracle.metadata import add_metadata
 from torch import nn
 
-from strata_coord.coordinator.synthetic_blocks import random_rows
+from strata_coord.coordinator.synthetic_blocks import RandomSource, random_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -83,9 +83,10 @@ class _Link:
         return value.contiguous()
 
     def write(self, value: torch.Tensor) -> None:
-        if self.derive:
-            message = f"{self.name} is derived and stays F32"
-            raise ValueError(message)
+        if self.derive == "one_plus":
+            value = value - 1.0
+        elif self.derive == "negative_exp":
+            value = torch.log(-value)
         target = torch.empty_like(value)
         rows = torch.arange(value.shape[0]) if self.rows is None else self.rows
         if self.columns is None:
@@ -109,10 +110,10 @@ def export_gguf(model: nn.Module, path: Path, options: ExportOptions | None = No
         path, architecture, split_max_tensors=per_shard, small_first_shard=options.empty_first_shard
     )
     add_metadata(writer, model, architecture, options)
-    rng = np.random.default_rng(options.seed)
+    source = RandomSource(options.seed)
     types = RECIPES[options.recipe]
     for link in links:
-        _add_tensor(writer, link, types.get(link.kind, Type.F32), rng)
+        _add_tensor(writer, link, types.get(link.kind, Type.F32), source)
     trunk = model.config.num_hidden_layers
     for block in range(trunk, trunk + options.nextn_layers):
         writer.add_tensor(f"blk.{block}.nextn.enorm.weight", np.ones(model.config.hidden_size, np.float32))
@@ -124,13 +125,36 @@ def export_gguf(model: nn.Module, path: Path, options: ExportOptions | None = No
     return files
 
 
+def load_gguf(model: nn.Module, path: Path) -> None:
+    """Set the weights of model to those of a file of one shard that somebody else wrote.
+
+    Raises:
+        ValueError: the file lacks a tensor of the model, or has another shape or a tensor too many.
+    """
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    architecture = {"qwen3_moe": "qwen3moe", "qwen4_exp_text": "qwen4exp"}[model.config.model_type]
+    for link in _links(model, architecture, ExportOptions()):
+        if link.name not in tensors:
+            message = f"{path} has no {link.name}"
+            raise ValueError(message)
+        tensor = tensors.pop(link.name)
+        if list(link.value.shape) != [int(size) for size in reversed(tensor.shape)]:
+            message = f"{link.name}: ne {tensor.shape.tolist()}, the model has {list(link.value.shape)}"
+            raise ValueError(message)
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(link.value.shape)
+        link.write(torch.from_numpy(values.copy()))
+    if tensors:
+        message = f"{path} has tensors that the model lacks: {sorted(tensors)}"
+        raise ValueError(message)
+
+
 def tensor_links(model: nn.Module, options: ExportOptions | None = None) -> dict[str, torch.Tensor]:
     """Return every GGUF tensor's expected value, by name, in torch shape: what a reader must find."""
     architecture = {"qwen3_moe": "qwen3moe", "qwen4_exp_text": "qwen4exp"}[model.config.model_type]
     return {link.name: link.read() for link in _links(model, architecture, options or ExportOptions())}
 
 
-def _add_tensor(writer: gguf.GGUFWriter, link: _Link, kind: Type, rng: np.random.Generator) -> None:
+def _add_tensor(writer: gguf.GGUFWriter, link: _Link, kind: Type, source: RandomSource) -> None:
     value = link.read()
     if kind == Type.F32:
         writer.add_tensor(link.name, value.numpy())
@@ -138,7 +162,9 @@ def _add_tensor(writer: gguf.GGUFWriter, link: _Link, kind: Type, rng: np.random
     if kind == Type.Q4_K:
         num_rows = value.numel() // value.shape[-1]
         std = float(value.std())
-        raw = random_rows(rng, int(kind), num_rows, value.shape[-1], std=std).reshape(*value.shape[:-1], -1)
+        raw = random_rows(source, int(kind), num_rows, value.shape[-1], std=std).reshape(
+            *value.shape[:-1], -1
+        )
     else:
         raw = gguf.quants.quantize(value.numpy(), kind)
     writer.add_tensor(link.name, raw, raw_dtype=kind)

@@ -1,8 +1,8 @@
 """Tiny Hugging Face models with every parameter random, by models.md section 6.1.
 
 Default initialisation leaves norms at 0 or 1 and the PLE convolution at 0, which hides errors, so each kind
-of parameter is drawn here. The sizes keep the real shape of things: gate and up rows of 256 values can be Q4_K,
-down rows of 64 cannot; value heads are three per key head; the router's margins are wide.
+of parameter is drawn here. The sizes keep the real shape of things: gate and up rows of 256 values can be
+Q4_K, down rows of 64 cannot; value heads are three per key head; the router's margins are wide.
 """
 
 from __future__ import annotations

@@ -1,0 +1,72 @@
+"""strata-coord make-model: a synthetic model with realistic block types and shapes, for benchmarks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from strata_coord.coordinator.synthetic_geometry import synthetic_shape
+from strata_coord.coordinator.synthetic_model import write_synthetic_model
+from strata_coord.coordinator.synthetic_tensors import recipe_for
+from strata_coord.ipc.errors import ConfigError
+
+DEFAULT_LIKE = "tiny"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MadeModel:
+    """What was written."""
+
+    path: Path
+    architecture: str
+    like: str
+    num_layers: int
+    seed: int
+    num_bytes: int
+
+
+def make_model(
+    architecture: str,
+    out_path: str | Path,
+    *,
+    like: str | None = None,
+    layers: int | None = None,
+    seed: int = 0,
+    vocabulary_rows: int | None = None,
+    force: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> MadeModel:
+    """Write a synthetic model of architecture to out_path.
+
+    Args:
+        architecture: qwen3moe or qwen4exp.
+        out_path: appears when the file is complete; an interrupted run leaves nothing.
+        like: a published geometry (qwen3-30b-a3b, qwen3-235b-a22b, flash-next) or "tiny".
+        layers: in place of the published number.
+        seed: the same seed and shape give the same bytes.
+        vocabulary_rows: a small vocabulary in place of the published one.
+        force: replace a file that is there.
+        progress: called with bytes written and bytes in all.
+
+    Raises:
+        ConfigError: unknown name, a file that is there already, or no room.
+    """
+    path = Path(out_path)
+    name = like or DEFAULT_LIKE
+    shape = synthetic_shape(architecture, like=name, layers=layers, vocabulary_rows=vocabulary_rows)
+    if path.is_dir():
+        message = f"{path}: is a folder; name the file to write"
+        raise ConfigError(message)
+    if path.exists() and not force:
+        message = f"{path}: is there already ({path.stat().st_size >> 20} MiB); --force replaces it"
+        raise ConfigError(message)
+    title = f"synthetic {architecture} like {name}"
+    recipe = recipe_for(name, shape.geometry)
+    write_synthetic_model(path, shape, recipe, name=title, seed=seed, progress=progress)
+    return MadeModel(
+        path=path,
+        architecture=architecture,
+        like=name,
+        num_layers=shape.geometry.num_layers,
+        seed=seed,
+        num_bytes=path.stat().st_size,
+    )
