@@ -49,7 +49,7 @@ class Cursor:
 
     def refuse(self, field: str, problem: str) -> NoReturn:
         """Raise ModelError for a field; problem names the value and its limit."""
-        message = f"{self._path}: {printable(field)}: {problem}"
+        message = f"{self._path}: {printable(field)}: {printable(problem, limit=600)}"
         raise ModelError(message) from None
 
     @property

@@ -90,7 +90,7 @@ class Metadata(Mapping[str, Value]):
 
     def refuse(self, key: str, problem: str) -> NoReturn:
         """Raise ModelError for a value that cannot be used; problem names the value and what is allowed."""
-        message = f"{printable(self.path, limit=400)}: {printable(key)}: {problem}"
+        message = f"{printable(self.path, limit=400)}: {printable(key)}: {printable(problem, limit=600)}"
         raise ModelError(message) from None
 
     def integer(self, key: str, *, low: int, high: int, default: int | None = None) -> int:

@@ -1,0 +1,24 @@
+import gguf
+
+from strata_coord.coordinator.ggml_types import GGML_TYPES, type_name
+
+
+def test_the_table_holds_every_type_of_the_gguf_package_with_its_sizes() -> None:
+    ours = {
+        number: (kind.block_elements, kind.block_bytes) for number, kind in GGML_TYPES.items() if number != 42
+    }
+    assert ours == {int(number): sizes for number, sizes in gguf.GGML_QUANT_SIZES.items()}
+
+
+def test_the_names_are_those_of_the_gguf_package() -> None:
+    ours = {number: kind.name for number, kind in GGML_TYPES.items() if number != 42}
+    assert ours == {int(kind): kind.name for kind in gguf.GGMLQuantizationType}
+
+
+def test_q2_0_has_sixty_four_values_in_eighteen_bytes() -> None:
+    assert GGML_TYPES[42] == ("Q2_0", 64, 18)
+
+
+def test_an_unknown_type_is_named_by_its_number() -> None:
+    assert type_name(12) == "Q4_K"
+    assert type_name(99) == "type 99"
