@@ -120,13 +120,16 @@ def chunked_gated_delta(
     q, k, v = (_chunks(x, offset, num_chunks) for x in (q_THK, k_THK, v_THV))
     g, beta = (_chunks(x, offset, num_chunks) for x in (g_TH, beta_TH))
 
-    total = g.cumsum(-1)
+    # Running sums reach -1000 and more where a head forgets fast. Their differences must keep the digits of a
+    # single g, so sums and differences are taken in float64; everything after exp is float32.
+    total = g.double().cumsum(-1)
     above = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=v.device).triu_(1)
     # exp of a masked -inf is 0; above the diagonal the bare difference is positive and could overflow.
-    decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill_(above, float("-inf")).exp_()
-    from_start = total.exp().unsqueeze(-1)
-    to_end = (total[..., -1:] - total).exp_().unsqueeze(-1)
-    whole = total[..., -1].exp()[..., None, None]
+    decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).float()
+    decay = decay.masked_fill_(above, float("-inf")).exp_()
+    from_start = total.float().exp_().unsqueeze(-1)
+    to_end = (total[..., -1:] - total).float().exp_().unsqueeze(-1)
+    whole = total[..., -1].float().exp_()[..., None, None]
 
     k_beta = k * beta.unsqueeze(-1)
     k_t = k.transpose(-1, -2)
