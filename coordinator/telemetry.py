@@ -319,6 +319,12 @@ class Telemetry:
             answer_tail=(self._request.answer_tail + text)[-TAIL_CHARACTERS:],
         )
 
+    def show_text(self, text: str) -> None:
+        """Append a piece of the answer to the tail that displays show."""
+        if self._request is not None:
+            tail = (self._request.answer_tail + text)[-TAIL_CHARACTERS:]
+            self._request = replace(self._request, answer_tail=tail)
+
     def end_request(self, now_s: float) -> None:
         """Freeze the request's figures; they stay on show until the next one."""
         if self._request is not None and not self._request.ended:

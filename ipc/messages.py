@@ -12,6 +12,8 @@ from typing import Literal
 
 PROTOCOL_VERSION = 1
 
+NOT_FINITE = -1  # the token of a row whose logits are not finite: the request fails, the stage goes on
+
 UploadPolicy = Literal["stream-all", "routed-only"]
 OperationKind = Literal["create", "drop"]
 Direction = Literal["in", "out"]
@@ -202,6 +204,7 @@ class Relink:
     generation: int
     direction: Direction  # "in": this stage receives; "out": it sends
     num_slots: int
+    slot_rows: int
     slot_bytes: int
 
 

@@ -1,0 +1,143 @@
+"""The launch command: from options to a running engine, one answer or a prompt loop, and a clean end.
+
+Answers go to stdout, everything else to stderr. Every way out of here, errors and signals included, passes
+through one close of the engine.
+"""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from strata_coord.coordinator.launch_options import LaunchOptions
+from strata_coord.ipc.errors import ConfigError
+
+if TYPE_CHECKING:
+    from strata_coord.coordinator.config import Config
+    from strata_coord.coordinator.dashboard import Display
+    from strata_coord.coordinator.engine import Engine
+    from strata_coord.coordinator.model_index import ModelIndex
+    from strata_coord.coordinator.plan import LaunchPlan
+
+FAST_GRACE_S = 0.2  # after Ctrl-C: a worker in the middle of a layer is not waited for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What is settled before any process starts."""
+
+    config: "Config"
+    model: "ModelIndex"
+    plan: "LaunchPlan"
+
+
+def run_launch(options: LaunchOptions) -> int:
+    """Run one launch; returns the exit code, raises StrataError or KeyboardInterrupt for the others."""
+    from strata_coord.coordinator.dashboard import choose_mode, make_display
+    from strata_coord.coordinator.session import Session
+    from strata_coord.coordinator.signals import Terminated, terminable
+
+    with terminable():
+        display = make_display(
+            choose_mode(sys.stderr, os.environ, dashboard=options.dashboard, log_format=options.log_format),
+            sys.stderr,
+        )
+        prepared = prepare(options, note=display.note)
+        session = Session(options=options, config=prepared.config, model=prepared.model, plan=prepared.plan)
+        prompt = session.first_prompt()  # before any process starts: a wrong prompt costs no loading time
+        for line in prepared.plan.notes:
+            display.note(line)
+        try:
+            with running_engine(prepared, display=display, options=options) as engine:
+                return session.run(engine, display, prompt)
+        except Terminated:
+            return 0
+
+
+def prepare(options: LaunchOptions, *, note: "Note") -> Prepared:
+    """Read configuration and model header, and plan.
+
+    Raises:
+        StrataError: the configuration, the model or the plan is refused.
+    """
+    from strata_coord.coordinator.config import load_config
+    from strata_coord.coordinator.model_index import load_model_index
+
+    config = load_config(options.config, options.overrides, model=options.model)
+    model = load_model_index(model_path(config.model.path, note=note))
+    return Prepared(config=config, model=model, plan=make_plan(options, config, model))
+
+
+def model_path(path: str, *, note: "Note") -> str:
+    """The file behind model.path; a built-in model is built into the user's cache if it is not there yet."""
+    if not path.startswith("builtin:"):
+        return path
+    from strata_coord.coordinator.builtin_model import builtin_model_path
+
+    announced = False
+
+    def progress(done: int, total: int) -> None:
+        nonlocal announced
+        if not announced and done < total:
+            announced = True
+            note(f"building the small model {path}, once: {total / 1e6:.0f} MB into the user's cache")
+
+    return str(builtin_model_path(path.removeprefix("builtin:"), progress=progress))
+
+
+def make_plan(options: LaunchOptions, config: "Config", model: "ModelIndex") -> "LaunchPlan":
+    """The launch plan: replayed from a file, or made for this machine.
+
+    Raises:
+        PlanError: nothing fits.
+        ConfigError: the saved plan is damaged or is of another model.
+    """
+    from strata_coord.coordinator.plan import launch_plan_from_json
+    from strata_coord.coordinator.planner import plan_launch
+    from strata_coord.coordinator.probe import probe_rig
+
+    if options.plan_file is None:
+        return plan_launch(model, probe_rig(), config)
+    plan = launch_plan_from_json(options.plan_file.read_text(encoding="utf-8"))
+    geometry = model.geometry
+    if (plan.architecture, plan.num_layers) != (geometry.architecture, geometry.num_layers):
+        message = (
+            f"{options.plan_file}: made for {plan.architecture} with {plan.num_layers} layers, but the model is "
+            f"{geometry.architecture} with {geometry.num_layers}"
+        )
+        raise ConfigError(message)
+    return plan
+
+
+@contextlib.contextmanager
+def running_engine(prepared: Prepared, *, display: "Display", options: LaunchOptions) -> Iterator["Engine"]:
+    """Start the engine and its display; both have ended when the block is left, however it is left."""
+    from strata_coord.coordinator.display_pump import DisplayPump
+    from strata_coord.coordinator.engine import Engine, Supervision
+    from strata_coord.coordinator.signals import unhurried
+
+    engine = Engine(
+        plan=prepared.plan,
+        model=prepared.model,
+        supervision=Supervision(hang_s=prepared.config.supervision.hang_s),
+    )
+    pump = DisplayPump(engine, display, trace=options.trace)
+    grace_s = FAST_GRACE_S
+    try:
+        pump.start()
+        engine.start()
+        yield engine
+        grace_s = 2.0
+    finally:
+        with unhurried():
+            pump.stop()
+            for line in engine.close(grace_s=grace_s):
+                print(f"strata-coord: {line}", file=sys.stderr)
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Note = Callable[[str], None]

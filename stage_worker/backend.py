@@ -1,0 +1,176 @@
+"""What the walk needs of a device: memory, and streams that order work without blocking the host.
+
+A stream runs its work in order; an event marks a point of a stream, and another stream can be told to wait
+for it. On CUDA these are the driver's own. On the CPU a stream is a thread with a queue, and the compute
+stream is the calling thread itself, so the same stage code has the same overlap and the same hazards on both.
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+
+class Event(Protocol):
+    """A point of a stream that has been passed or not."""
+
+    def wait(self) -> None:
+        """Block the calling host thread until the point is passed; raises what the stream's work raised."""
+
+    def is_done(self) -> bool:
+        """Whether the point has been passed."""
+
+
+class Stream(Protocol):
+    """An ordered queue of work on the device."""
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Append work."""
+
+    def record(self) -> Event:
+        """Mark the point after everything appended so far."""
+
+    def wait(self, event: Event) -> None:
+        """Let later work of this stream begin only once event has been passed."""
+
+    def close(self) -> None:
+        """Finish what was appended and end the stream."""
+
+
+class Backend(Protocol):
+    """A device: where its memory is and which streams it has."""
+
+    device: torch.device
+
+    def empty(self, num_bytes: int) -> torch.Tensor:
+        """Uninitialised device memory, uint8 [num_bytes]."""
+
+    def compute_stream(self) -> Stream:
+        """The stream that the walk's kernels run on."""
+
+    def side_stream(self, name: str) -> Stream:
+        """A further stream, for copies or reads."""
+
+
+class HostEvent:
+    """An event of the CPU backend. A failure of the stream's work travels with it."""
+
+    def __init__(self) -> None:
+        self._passed = threading.Event()
+        self._failure: BaseException | None = None
+
+    def set(self, failure: BaseException | None) -> None:
+        """Mark the point as passed, or as never to be reached because of failure."""
+        self._failure = failure
+        self._passed.set()
+
+    def wait(self) -> None:
+        """Block until passed; raises the failure of the stream's work."""
+        self._passed.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def is_done(self) -> bool:
+        """Whether the point has been passed."""
+        return self._passed.is_set()
+
+
+class InlineStream:
+    """The compute stream of the CPU: work runs at once in the calling thread."""
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Run work now."""
+        work()
+
+    def record(self) -> HostEvent:
+        """An event that is already passed, since work is done when run returns."""
+        event = HostEvent()
+        event.set(None)
+        return event
+
+    def wait(self, event: Event) -> None:
+        """Block the calling thread until event is passed."""
+        event.wait()
+
+    def close(self) -> None:
+        """Nothing is left to finish."""
+
+
+class ThreadStream:
+    """A side stream of the CPU: one thread that runs its queue in order.
+
+    After a failure the remaining work is skipped and every later event carries the failure, as a CUDA
+    stream's error does.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._drain, name=name, daemon=True)
+        self._thread.start()
+
+    def _drain(self) -> None:
+        while (work := self._queue.get()) is not None:
+            if self._failure is None:
+                try:
+                    work()
+                except BaseException as failure:  # carried to whoever waits
+                    self._failure = failure
+                    continue
+            elif isinstance(work, _SetEvent):
+                work()
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Append work."""
+        self._queue.put(work)
+
+    def record(self) -> HostEvent:
+        """Mark the point after everything appended so far."""
+        event = HostEvent()
+        self._queue.put(_SetEvent(self, event))
+        return event
+
+    def wait(self, event: Event) -> None:
+        """Let later work begin only once event has been passed."""
+        if not event.is_done():
+            self._queue.put(event.wait)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the stream's work, if anything did."""
+        return self._failure
+
+    def close(self) -> None:
+        """Finish what was appended and join the thread."""
+        self._queue.put(None)
+        self._thread.join()
+
+
+class _SetEvent:
+    def __init__(self, stream: ThreadStream, event: HostEvent) -> None:
+        self._stream = stream
+        self._event = event
+
+    def __call__(self) -> None:
+        self._event.set(self._stream.failure)
+
+
+class CpuBackend:
+    """Host memory under a byte budget in place of VRAM."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+
+    def empty(self, num_bytes: int) -> torch.Tensor:
+        """Uninitialised host memory, uint8 [num_bytes]."""
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def compute_stream(self) -> Stream:
+        """The calling thread."""
+        return InlineStream()
+
+    def side_stream(self, name: str) -> Stream:
+        """A thread of its own."""
+        return ThreadStream(name)

@@ -1,0 +1,139 @@
+"""The routed experts of one layer, over all rows of a super-chunk.
+
+Experts run in ascending order, whichever tier they come from; an expert's rows run in groups of a bounded
+number, and the scaled outputs are added into one fp32 accumulator. A row meets an expert at most once, so an
+addition never collides with itself: no atomics, no [S, K, D], and the same sum for any S.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from strata_coord.ipc.messages import UploadPolicy
+from strata_coord.kernels import dequant, expert_mlp
+from strata_coord.stage_worker.backend import Stream
+from strata_coord.stage_worker.blobs import BlobLayout
+from strata_coord.stage_worker.clock import ActivityClock
+from strata_coord.stage_worker.counters import TransferCounters
+from strata_coord.stage_worker.expert_tiers import ExpertTiers
+from strata_coord.stage_worker.stager import Stager
+from strata_coord.stage_worker.uploads import routed_only_order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedRows:
+    """The rows of a super-chunk sorted by the expert they are routed to."""
+
+    tokens: torch.Tensor  # int64 [S * K]: row of the super-chunk
+    weights: torch.Tensor  # fp32 [S * K, 1]
+    counts: tuple[int, ...]  # rows of each expert
+
+
+def group_by_expert(ids_SK: torch.Tensor, weights_SK: torch.Tensor, *, num_experts: int) -> RoutedRows:
+    """Sort (row, choice) pairs by expert, rows ascending within an expert.
+
+    Reads the counts back to the host: the one read-back a layer that the routed-only policy needs.
+    """
+    flat = ids_SK.flatten()
+    order = torch.argsort(flat, stable=True)
+    return RoutedRows(
+        tokens=order // ids_SK.shape[1],
+        weights=weights_SK.flatten()[order].unsqueeze(1),
+        counts=tuple(torch.bincount(flat, minlength=num_experts).tolist()),
+    )
+
+
+class ExpertHalf:
+    """Runs the expert half of any layer of the stage; owns the scratch that one expert is expanded into."""
+
+    def __init__(
+        self,
+        *,
+        tiers: ExpertTiers,
+        stager: Stager,
+        compute: Stream,
+        clock: ActivityClock,
+        counters: TransferCounters,
+        group_rows: int,
+    ) -> None:
+        self._tiers = tiers
+        self._stager = stager
+        self._compute = compute
+        self._clock = clock
+        self._counters = counters
+        self._group_rows = group_rows
+        self._scratch: dict[str, torch.Tensor] = {}
+
+    def run(
+        self, layer: int, *, x_SD: torch.Tensor, rows: RoutedRows, policy: UploadPolicy, sum_SD: torch.Tensor
+    ) -> None:
+        """Add every routed expert's weighted output into sum_SD, fp32 [S, D]."""
+        if policy == "routed-only":
+            hit = [expert for expert, count in enumerate(rows.counts) if count]
+            self._stager.plan(routed_only_order(self._tiers.residency, layer=layer, routed_experts=hit))
+        layout = self._tiers.layouts[layer]
+        first = 0
+        for expert, count in enumerate(rows.counts):
+            resident = self._tiers.resident_blob(layer, expert)
+            last = first + count
+            if resident is not None:
+                if count:
+                    self._counters.add(resident_hit=layout.num_bytes)
+                    self._multiply(layout, resident, x_SD, rows, first, last, sum_SD)
+            elif count or policy == "stream-all":
+                upload = self._stager.acquire(layer, expert)
+                with self._clock.during("wait_experts"):
+                    self._compute.wait(upload.ready)
+                if count:
+                    self._multiply(layout, upload.blob, x_SD, rows, first, last, sum_SD)
+                self._stager.release(upload, self._compute)
+            first = last
+
+    def _multiply(
+        self,
+        layout: BlobLayout,
+        blob: torch.Tensor,
+        x_SD: torch.Tensor,
+        rows: RoutedRows,
+        first: int,
+        last: int,
+        sum_SD: torch.Tensor,
+    ) -> None:
+        gate, up, down = self._expand(layout, blob)
+        for start in range(first, last, self._group_rows):
+            stop = min(start + self._group_rows, last)
+            tokens = rows.tokens[start:stop]
+            out = expert_mlp.swiglu(x_SD[tokens], gate, up, down)
+            sum_SD.index_add_(0, tokens, out.mul_(rows.weights[start:stop]))
+
+    def _expand(self, layout: BlobLayout, blob: torch.Tensor) -> Sequence[torch.Tensor]:
+        matrices: list[torch.Tensor] = []
+        for part in layout.parts:
+            scratch = self._part_scratch(part.name, part.out_features * part.in_features, blob.device)
+            matrices.append(
+                dequant.dequantize(
+                    blob[part.offset_bytes : part.offset_bytes + part.num_bytes],
+                    part.extent.ggml_type,
+                    (part.out_features, part.in_features),
+                    out=scratch.view(part.out_features, part.in_features),
+                )
+            )
+        if len(matrices) == 2:  # gate and up fused, gate rows first
+            gate, up = matrices[0].chunk(2, dim=0)
+            return gate, up, matrices[1]
+        return matrices
+
+    def _part_scratch(self, name: str, elements: int, device: torch.device) -> torch.Tensor:
+        scratch = self._scratch.get(name)
+        if scratch is None or scratch.numel() < elements:
+            scratch = self._scratch[name] = torch.empty(elements, dtype=torch.float32, device=device)
+        return scratch[:elements]
+
+
+def add_routing_counts(table: Mapping[int, memoryview], layer: int, counts: Sequence[int]) -> None:
+    """Add the rows of each expert to layer's row of the shared routing table (uint32 words)."""
+    row = table[layer]
+    for expert, count in enumerate(counts):
+        if count:
+            row[expert] = (row[expert] + count) & 0xFFFFFFFF

@@ -1,0 +1,294 @@
+"""One stage without its process: weights, tiers, state and walk, fed by an inbound and an outbound of rows.
+
+worker.py puts sockets, threads and a status page around this class; tests chain stages in one process. The
+arithmetic is the same, since nothing here knows which of the two it is in.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from strata_coord.ipc.assignment import StageAssignment, TensorExtent
+from strata_coord.ipc.errors import InvariantError
+from strata_coord.ipc.messages import SampledToken, Segment, SuperChunk
+from strata_coord.stage_worker.backend import Backend, CpuBackend
+from strata_coord.stage_worker.blobs import BlobLayout, expert_blob_layout
+from strata_coord.stage_worker.byte_reader import ByteReader
+from strata_coord.stage_worker.clock import ActivityClock
+from strata_coord.stage_worker.counters import TransferCounters
+from strata_coord.stage_worker.dense import DenseWeights, check_shapes
+from strata_coord.stage_worker.expert_half import ExpertHalf
+from strata_coord.stage_worker.expert_tiers import ExpertTiers
+from strata_coord.stage_worker.head import Head
+from strata_coord.stage_worker.models.catalog import build_family
+from strata_coord.stage_worker.ngram_rows import FileNgramTable
+from strata_coord.stage_worker.residency import place_experts
+from strata_coord.stage_worker.sequence_state import StatePool
+from strata_coord.stage_worker.stager import Stager
+from strata_coord.stage_worker.walk import Walk, WalkObserver
+
+EMBEDDING = "token_embd.weight"
+OUTPUT = "output.weight"
+NGRAM_TABLE = "per_layer_token_embd.weight"
+
+Progress = Callable[[str, int, int], None]  # what is loading, bytes done, bytes in all
+
+
+class Inbound(Protocol):
+    """Where a later stage's rows come from."""
+
+    def receive(self, super_chunk: SuperChunk, rows_SW: torch.Tensor) -> bool:
+        """Fill rows_SW with the super-chunk's rows; False if it passes without rows."""
+
+
+class Outbound(Protocol):
+    """Where the rows of every stage but the last go."""
+
+    def send(self, super_chunk: SuperChunk, rows_SW: torch.Tensor) -> None:
+        """Pass finished rows on. They may be read until settle returns."""
+
+    def send_without_rows(self, super_chunk: SuperChunk) -> None:
+        """Pass a super-chunk that was cancelled, or that has no rows."""
+
+    def settle(self) -> None:
+        """Block until no copy reads rows that were sent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuperChunkResult:
+    """What came of a super-chunk at this stage."""
+
+    cancelled: bool
+    tokens: tuple[SampledToken, ...]
+
+
+class Stage:
+    """A layer range on a device."""
+
+    def __init__(
+        self,
+        assignment: StageAssignment,
+        *,
+        observer: WalkObserver,
+        clock: ActivityClock | None = None,
+        counters: TransferCounters | None = None,
+        arena: torch.Tensor | None = None,
+        backend: Backend | None = None,
+    ) -> None:
+        """Take all room that prompts need; load() reads the weights.
+
+        Raises:
+            ModelError: a tensor is missing or has a shape that the architecture's maths cannot take.
+        """
+        self.assignment = assignment
+        self.clock = clock or ActivityClock()
+        self.counters = counters or TransferCounters()
+        self._backend = backend or CpuBackend()
+        self._reader = ByteReader(assignment.files, self.counters)
+        self._compute = self._backend.compute_stream()
+        geometry, tensors = assignment.geometry, {extent.name: extent for extent in assignment.tensors}
+        layers = range(assignment.first_layer, assignment.last_layer)
+
+        table = tensors.get(NGRAM_TABLE)
+        self._family = build_family(geometry, table=FileNgramTable(table, self._reader) if table else None)
+        layouts = [expert_blob_layout(layer, tensors) for layer in layers]
+        self._tiers = ExpertTiers(
+            layouts=layouts,
+            residency=place_experts(
+                layouts, resident=assignment.resident_experts, in_arena=assignment.arena_experts
+            ),
+            backend=self._backend,
+            reader=self._reader,
+            arena=arena,
+        )
+        self._stager = Stager(
+            tiers=self._tiers,
+            backend=self._backend,
+            window_slots=assignment.window_slots,
+            counters=self.counters,
+        )
+        dense = _dense_extents(tensors, layouts)
+        self._dense = DenseWeights(dense, backend=self._backend, reader=self._reader)
+        dense_names = [_layer_names(layer, dense) for layer in layers]
+        for layer, names in zip(layers, dense_names, strict=True):
+            required = self._family.layers[layer].dense_tensors()
+            check_shapes(dense, {names[key]: shape for key, shape in required.items() if key in names})
+        self._embedding = self._embedding_weights(tensors)
+        self._head = self._build_head(dense)
+        self._states = StatePool(
+            geometry,
+            assignment.first_layer,
+            assignment.last_layer,
+            kv_dtype=assignment.kv_dtype,
+            kv_pool_tokens=assignment.kv_pool_tokens,
+            max_sequences=assignment.max_sequences,
+            device=self._backend.device,
+        )
+        self._rows = torch.empty(
+            assignment.super_chunk_tokens,
+            geometry.row_width,
+            dtype=torch.float32,
+            device=self._backend.device,
+        )
+        self._walk = Walk(
+            family=self._family,
+            first_layer=assignment.first_layer,
+            last_layer=assignment.last_layer,
+            dense=self._dense,
+            dense_names=dense_names,
+            residency=self._tiers.residency,
+            expert_half=ExpertHalf(
+                tiers=self._tiers,
+                stager=self._stager,
+                compute=self._compute,
+                clock=self.clock,
+                counters=self.counters,
+                group_rows=assignment.expert_group_rows,
+            ),
+            stager=self._stager,
+            states=self._states,
+            compute=self._compute,
+            backend=self._backend,
+            max_rows=assignment.super_chunk_tokens,
+            observer=observer,
+        )
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this stage embeds."""
+        return self.assignment.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this stage has the head."""
+        return self.assignment.stage == self.assignment.num_stages - 1
+
+    def load(self, *, progress: Progress) -> None:
+        """Read this stage's weights from the files, nothing else."""
+        self._dense.load(progress=lambda done, total: progress("dense weights", done, total))
+        if self._embedding is not None:
+            self._embedding.load(progress=lambda done, total: progress("embedding", done, total))
+        self._tiers.load(progress=lambda done, total: progress("experts", done, total))
+
+    def run(
+        self,
+        super_chunk: SuperChunk,
+        token_ids: Sequence[torch.Tensor],
+        *,
+        inbound: Inbound | None,
+        outbound: Outbound | None,
+        is_cancelled: Callable[[Segment], bool] = lambda _segment: False,
+        logits_files: dict[int, tuple[int, int]] | None = None,
+    ) -> SuperChunkResult:
+        """Apply the super-chunk's operations, then walk its rows.
+
+        token_ids: per segment, int64 ids of all positions of its sequence up to the segment's end.
+
+        Raises:
+            InvariantError: the super-chunk has more rows than the plan made room for.
+        """
+        for operation in super_chunk.operations:
+            if operation.kind == "create":
+                self._states.create(operation.sequence)
+            else:
+                self._states.drop(operation.sequence)
+        num_rows = super_chunk.rows
+        if num_rows > self._rows.shape[0]:
+            message = (
+                f"super-chunk {super_chunk.index} has {num_rows} rows, but the plan has {self._rows.shape[0]}"
+            )
+            raise InvariantError(message)
+        rows_SW = self._rows[:num_rows]
+        if outbound is not None:  # the last super-chunk's rows may still be on their way out of the buffer
+            with self.clock.during("hand_off"):
+                outbound.settle()
+        has_rows = self._first_rows(super_chunk, rows_SW, token_ids, inbound)
+        with self.clock.during("busy"):
+
+            def everything_cancelled() -> bool:
+                return all(is_cancelled(segment) for segment in super_chunk.segments)
+
+            finished = (
+                has_rows
+                and bool(super_chunk.segments)
+                and self._walk.run(super_chunk, rows_SW, token_ids, is_cancelled=everything_cancelled)
+            )
+            if outbound is not None:
+                if finished:
+                    outbound.send(super_chunk, rows_SW)
+                else:
+                    outbound.send_without_rows(super_chunk)
+            tokens: Sequence[SampledToken] = ()
+            if self._head is not None and finished:
+                self._head.write_logits(super_chunk, rows_SW, logits_files or {})
+                tokens = self._head.sample(super_chunk, rows_SW)
+        return SuperChunkResult(cancelled=not finished and bool(super_chunk.segments), tokens=tuple(tokens))
+
+    def device_bytes(self) -> int:
+        """Bytes of weights and experts held in device memory."""
+        return self._dense.num_bytes + self._tiers.residency.cache_bytes
+
+    def arena_bytes(self) -> int:
+        """Bytes of experts held in the arena."""
+        return self._tiers.residency.arena_bytes
+
+    def close(self) -> None:
+        """End the side streams and close the files."""
+        self._stager.close()
+        self._reader.close()
+
+    def _first_rows(
+        self,
+        super_chunk: SuperChunk,
+        rows_SW: torch.Tensor,
+        token_ids: Sequence[torch.Tensor],
+        inbound: Inbound | None,
+    ) -> bool:
+        if inbound is not None:
+            return inbound.receive(super_chunk, rows_SW)
+        with self.clock.during("busy"):
+            start = 0
+            for segment, ids in zip(super_chunk.segments, token_ids, strict=True):
+                rows_SW[start : start + segment.count] = self._embed(ids[segment.first_position :])
+                start += segment.count
+        return True
+
+    def _embed(self, ids: torch.Tensor) -> torch.Tensor:
+        if self._embedding is None:
+            message = f"stage {self.assignment.stage} has no embedding"
+            raise InvariantError(message)
+        return self._family.embed(self._embedding.rows(EMBEDDING, ids))
+
+    def _embedding_weights(self, tensors: dict[str, TensorExtent]) -> DenseWeights | None:
+        if not self.is_first:
+            return None
+        # Rows are looked up one by one, so the matrix stays in host memory whatever the device.
+        return DenseWeights({EMBEDDING: tensors[EMBEDDING]}, backend=CpuBackend(), reader=self._reader)
+
+    def _build_head(self, dense: dict[str, TensorExtent]) -> Head | None:
+        if not self.is_last:
+            return None
+        check_shapes(dense, self._family.head_tensors())
+        output = OUTPUT if OUTPUT in dense else EMBEDDING  # tied
+        return Head(family=self._family, dense=self._dense, output_name=output)
+
+
+def _dense_extents(
+    tensors: dict[str, TensorExtent], layouts: Sequence[BlobLayout]
+) -> dict[str, TensorExtent]:
+    """Everything that is neither an expert, nor read row by row, nor only the embedding."""
+    experts = {part.extent.name for layout in layouts for part in layout.parts}
+    is_last = any(name.startswith("output") for name in tensors)
+    tied = is_last and OUTPUT not in tensors
+    return {
+        name: extent
+        for name, extent in tensors.items()
+        if name not in experts and name != NGRAM_TABLE and (name != EMBEDDING or tied)
+    }
+
+
+def _layer_names(layer: int, dense: dict[str, TensorExtent]) -> dict[str, str]:
+    prefix = f"blk.{layer}."
+    return {name.removeprefix(prefix): name for name in dense if name.startswith(prefix)}
