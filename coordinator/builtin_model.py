@@ -57,8 +57,13 @@ def cache_folder() -> Path:
     """Return the folder of this program in the user's cache: XDG_CACHE_HOME, else ~/.cache."""
     configured = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG specification: a relative path is invalid and is to be ignored.
-    root = Path(configured) if os.path.isabs(configured) else Path("~/.cache").expanduser()
-    return root / "strata-coord"
+    if os.path.isabs(configured):
+        return Path(configured) / "strata-coord"
+    try:
+        return Path.home() / ".cache" / "strata-coord"
+    except RuntimeError as error:
+        message = "no home directory to cache the built-in model in; XDG_CACHE_HOME names a place"
+        raise ConfigError(message) from error
 
 
 def split24_recipe() -> tuple[SyntheticShape, TypeRecipe]:

@@ -19,6 +19,7 @@ from strata_coord.coordinator.synthetic_tensors import PlannedTensor, TypeRecipe
 from strata_coord.ipc.errors import ConfigError, InvariantError
 
 Progress = Callable[[int, int], None]  # bytes of tensor data written, bytes in all
+# Part of the recipe: a tensor's random words are drawn piece by piece.
 _PIECE_BYTES = 16 << 20
 _ALIGNMENT = 32
 

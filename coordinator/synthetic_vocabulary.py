@@ -14,7 +14,7 @@ from strata_coord.ipc.errors import ConfigError, InvariantError
 CONTROL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 # More merges than this only learn whole sentences of the packaged text.
 MAX_LEARNED = 2_000
-MIN_LEARNED = 300  # 256 bytes and a few merges
+MIN_ROWS = 320  # 256 bytes, the control tokens, some padding and a few merges
 CHAT_TEMPLATE = """\
 {%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
@@ -61,13 +61,15 @@ def small_vocabulary_shape(num_rows: int, pre_tokenizer: str) -> VocabularyShape
     Raises:
         ConfigError: too few rows for every byte and the control tokens.
     """
-    padding = num_rows // 32
-    end_of_text = num_rows - padding - len(CONTROL_TOKENS)
-    if end_of_text < MIN_LEARNED:
-        message = f"a vocabulary of {num_rows} rows is too small; the smallest is 320"
+    if num_rows < MIN_ROWS:
+        message = f"a vocabulary of {num_rows} rows is too small; the smallest is {MIN_ROWS}"
         raise ConfigError(message)
+    num_real = num_rows - num_rows // 32
     return VocabularyShape(
-        num_rows=num_rows, end_of_text=end_of_text, num_real=num_rows - padding, pre_tokenizer=pre_tokenizer
+        num_rows=num_rows,
+        end_of_text=num_real - len(CONTROL_TOKENS),
+        num_real=num_real,
+        pre_tokenizer=pre_tokenizer,
     )
 
 
