@@ -1,0 +1,14 @@
+"""Shared by all tests: the leak check, the model fixtures, and few threads for each process."""
+
+import importlib.util
+import os
+
+# Before torch is loaded anywhere. Tests start several processes at once; with a pool as wide as the machine
+# in each of them they would mostly wait for one another.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+pytest_plugins = ["leaks"]
+if importlib.util.find_spec("oracle") is not None and importlib.util.find_spec("oracle.fixtures") is not None:
+    pytest_plugins.append("oracle.fixtures")
