@@ -50,6 +50,8 @@ DEFAULT_HAND_OFF_SLOTS = 2
 # Rows of one expert multiplication; an expert with more is split.
 DEFAULT_EXPERT_GROUP_ROWS = 1024
 KV_PAGE_TOKENS = 64
+# A larger c is preferred while it leaves room for at least this share of the largest possible S.
+SUPER_CHUNK_SHARE = 0.75
 
 
 def plan_launch(model: PlannedModel, rig: Rig, config: Config) -> LaunchPlan:
@@ -201,36 +203,56 @@ def _fit_sizes(
     context: int,
     notes: list[str],
 ) -> tuple[Sizes, tuple[tuple[BudgetLine, ...], ...]]:
-    """Return the largest S that fits every stage, with the largest c that leaves room for it."""
+    """Return the S and c that fit every stage, and the claims of every stage at these sizes."""
     wanted = _wanted(config, context)
-    worst: Shortfall | None = None
-    for sub in _sub_chunk_choices(wanted):
-        # All claims grow with S, so the largest that fits is found by halving the interval.
-        low, high, best = 1, wanted.most_rows // GRID_TOKENS, 0
-        while low <= high:
-            middle = (low + high) // 2
-            found = _first_shortfall(
-                model, requests, host, wanted.sizes(middle * GRID_TOKENS, _sub(sub, middle))
-            )
-            if found is None:
-                best, low = middle, middle + 1
-            else:
-                worst, high = found, middle - 1
-        if best:
-            rows = best * GRID_TOKENS
-            sizes = wanted.sizes(rows, _sub(sub, best))
-            notes += _given_up(wanted, sizes)
-            if rows < wanted.most_rows and worst is not None:
-                notes.append(
-                    f"super-chunks: {rows} tokens where {wanted.most_rows} were wanted: "
-                    f"at {rows + GRID_TOKENS} tokens stage {worst.stage}, {worst.item}, needs "
-                    f"{worst.need_bytes / MIB:.1f} MiB of {worst.have_bytes / MIB:.1f} MiB left"
-                )
-            return sizes, tuple(fixed_lines(model, request.shape, sizes) for request in requests)
-    if worst is None:
-        message = "no sub-chunk size was tried"
+    found = [_largest_fit(model, requests, host, wanted, sub) for sub in _sub_chunk_choices(wanted)]
+    most = max(blocks for blocks, _ in found)
+    if not most:
+        # The last choice is the smallest c: what is short there is short everywhere.
+        raise _shortage(found[-1][1]).error()
+    # A small c costs calls, a small S costs reading the experts again: c gives way only where S gains much.
+    enough = [number for number, (blocks, _) in enumerate(found) if blocks >= most * SUPER_CHUNK_SHARE]
+    sub = _sub_chunk_choices(wanted)[enough[0]]
+    blocks, missing = found[enough[0]]
+    sizes = wanted.sizes(blocks * GRID_TOKENS, _sub(sub, blocks))
+    notes += _given_up(wanted, sizes)
+    if sizes.super_chunk_tokens < wanted.most_rows:
+        worst = _shortage(missing)
+        notes.append(
+            f"super-chunks: {sizes.super_chunk_tokens} tokens where {wanted.most_rows} were wanted: at "
+            f"{sizes.super_chunk_tokens + GRID_TOKENS} tokens stage {worst.stage}, {worst.item}, needs "
+            f"{worst.need_bytes / MIB:.1f} MiB of {worst.have_bytes / MIB:.1f} MiB left"
+        )
+    return sizes, tuple(fixed_lines(model, request.shape, sizes) for request in requests)
+
+
+def _largest_fit(
+    model: PlannedModel,
+    requests: tuple[StageRequest, ...],
+    host: HostShare,
+    wanted: _Wanted,
+    sub: int,
+) -> tuple[int, Shortfall | None]:
+    """Return the largest S that fits, in grid blocks, and what is short one block above it."""
+    # All claims grow with S, so the largest that fits is found by halving the interval.
+    low, high, best = 1, wanted.most_rows // GRID_TOKENS, 0
+    missing: Shortfall | None = None
+    while low <= high:
+        middle = (low + high) // 2
+        sizes = wanted.sizes(middle * GRID_TOKENS, _sub(sub, middle))
+        found = _first_shortfall(model, requests, host, sizes)
+        if found is None:
+            best, low = middle, middle + 1
+        else:
+            missing, high = found, middle - 1
+    return best, missing
+
+
+def _shortage(missing: Shortfall | None) -> Shortfall:
+    if missing is None:
+        message = "a size below the wanted one was chosen although nothing was short"
         raise InvariantError(message)
-    raise worst.error()
+    return missing
 
 
 def _given_up(wanted: _Wanted, sizes: Sizes) -> list[str]:
