@@ -8,9 +8,9 @@ from torch.nn import functional
 def causal_conv_silu(x_TC: Tensor, history_HC: Tensor, weight_CK: Tensor, *, dilation: int = 1) -> Tensor:
     """Return silu of the convolution [T, C] and move history on, in place.
 
-    history holds the last H = (K - 1) * dilation input rows, zeros before a sequence's start; weight[:, K -
-    1] is the current row's. A sum of K shifted products needs no transposes and treats each row alike, so
-    that cuts anywhere give the same bits.
+    history holds the last H = (K - 1) * dilation input rows, zeros before a sequence's start;
+    weight[:, K - 1] is the current row's. A sum of K shifted products needs no transposes and adds in the
+    same order in every row, wherever the rows were cut.
 
     Raises:
         ValueError: history is not (K - 1) * dilation rows.

@@ -4,6 +4,7 @@ Layouts are the block structs of ggml-common.h. Results are bit-equal to gguf's 
 oracle of the tests: scale and offset are applied as two roundings, never as one fused step.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -80,11 +81,18 @@ def _nibbles_32(packed: Tensor, out: Tensor) -> None:
     out[:, 16:].copy_(packed >> 4)
 
 
+@functools.cache
+def _fifth_bit_table(device: torch.device) -> Tensor:
+    """Return float32 [256, 8]: 16 where a byte's bit is set, lowest bit first."""
+    values = torch.arange(256, device=device).unsqueeze(1)
+    return ((values >> torch.arange(8, device=device)) & 1).float() * 16.0
+
+
 def _fifth_bits(blocks: Tensor, start: int) -> Tensor:
-    """Return bit 4 of 32 values as uint8 [B, 32], 0 or 16, from 4 little-endian bytes."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)
-    bits = (blocks[:, start : start + 4].unsqueeze(2) >> shifts) & 1
-    return (bits << 4).reshape(-1, 32)
+    """Return bit 4 of 32 values as float32 [B, 32], 0 or 16, from 4 little-endian bytes."""
+    # A table look-up per byte: uint8 shifts with a broadcast run three times as long on the CPU.
+    packed = blocks[:, start : start + 4].reshape(-1).int()
+    return _fifth_bit_table(blocks.device).index_select(0, packed).view(-1, 32)
 
 
 def _q4_0(blocks: Tensor, out: Tensor) -> None:
@@ -112,11 +120,16 @@ def _q8_0(blocks: Tensor, out: Tensor) -> None:
     out.mul_(_halves(blocks, 0))
 
 
+@functools.cache
+def _iq4_table(device: torch.device) -> Tensor:
+    return torch.tensor(_IQ4_VALUES, dtype=torch.float32, device=device)
+
+
 def _iq4_nl(blocks: Tensor, out: Tensor) -> None:
-    table = torch.tensor(_IQ4_VALUES, dtype=torch.float32, device=blocks.device)
+    table = _iq4_table(blocks.device)
     packed = blocks[:, 2:]
-    out[:, :16] = table[(packed & 0x0F).int()]
-    out[:, 16:] = table[(packed >> 4).int()]
+    out[:, :16] = table.index_select(0, (packed & 0x0F).view(-1).int()).view(-1, 16)
+    out[:, 16:] = table.index_select(0, (packed >> 4).view(-1).int()).view(-1, 16)
     out.mul_(_halves(blocks, 0))
 
 
