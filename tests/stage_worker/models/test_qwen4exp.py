@@ -1,3 +1,4 @@
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -113,6 +114,34 @@ def test_segments_side_by_side_equal_each_alone(model: TinyModel) -> None:
     assert relative(torch.cat((first[:50], second[38:])), model.reference(one)) < 5e-6
     assert relative(torch.cat((first[50:53], second[:37])), model.reference(two)) < 5e-6
     assert relative(torch.cat((first[53:], second[37:38])), model.reference(three)) < 5e-6
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_schedule_of_three_sequences(model: TinyModel, seed: int) -> None:
+    """Rows of several sequences share sub-chunks in any order and amount; pages end up scattered."""
+    chance = random.Random(seed)
+    prompts = [token_ids(length, seed=length, eos=(length // 2,)) for length in (75, 33, 20)]
+    pool = model.pool(kv_pool_tokens=64 * 4)
+    for sequence in range(3):
+        pool.create(sequence)
+    done = [0, 0, 0]
+    rows: list[list[Tensor]] = [[], [], []]
+    while any(at < len(ids) for at, ids in zip(done, prompts, strict=True)):
+        parts = []
+        for sequence in chance.sample(range(3), 3):
+            left = len(prompts[sequence]) - done[sequence]
+            count = chance.randint(0, min(left, 40))
+            if left and count:
+                parts.append((sequence, prompts[sequence][: done[sequence] + count], done[sequence]))
+        if not parts:
+            continue
+        logits = model.run(pool, parts)
+        for sequence, ids, first in parts:
+            rows[sequence].append(logits[: len(ids) - first])
+            logits = logits[len(ids) - first :]
+            done[sequence] = len(ids)
+    for ids, got in zip(prompts, rows, strict=True):
+        assert relative(torch.cat(got), model.logits(ids)) < 5e-6
 
 
 def test_a_dropped_sequence_leaves_nothing_behind(model: TinyModel) -> None:
