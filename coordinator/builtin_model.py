@@ -48,6 +48,9 @@ def builtin_model_path(name: str = "split24", *, progress: Callable[[int, int], 
         return path
     with _locked(folder, name):
         if not _is_whole(path):
+            # Whoever was killed while building left a part; nobody else builds while the lock is held.
+            for part in folder.glob(f".{name}-*.partial"):
+                part.unlink(missing_ok=True)
             title = f"{name} (random weights)"
             write_synthetic_model(path, shape, recipe, name=title, seed=_SEED, progress=progress)
     return path

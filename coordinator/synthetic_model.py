@@ -89,7 +89,11 @@ def _write(
         if writer.fout is None:
             message = f"{partial}: the writer has no file open"
             raise InvariantError(message)
-        _write_data(writer.fout[0], tensors, seed=seed, progress=progress)
+        file = writer.fout[0]
+        _write_data(file, tensors, seed=seed, progress=progress)
+        file.flush()
+        # Without this a power cut after the rename can leave a whole file of zeros under the final name.
+        os.fsync(file.fileno())
     finally:
         writer.close()
 

@@ -12,7 +12,10 @@ from oracle.reference import reference_logits
 from oracle.tiny import TinyOptions, tiny_model
 
 from strata_coord.coordinator.builtin_model import builtin_model_path, cache_folder
+from strata_coord.coordinator.chat_template import chat_prompt
 from strata_coord.coordinator.model_index import ModelIndex, load_model_index
+from strata_coord.coordinator.synthetic_vocabulary import packaged_text
+from strata_coord.coordinator.tokenizer import Tokenizer
 from strata_coord.ipc.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -81,6 +84,7 @@ def test_a_truncated_file_is_built_again(built: Path, cache: Path, size: int) ->
     damaged = cache / built.name
     content = built.read_bytes()
     damaged.write_bytes(content[:size])
+    (cache / f".{built.name}.1.partial").write_bytes(content[:1_000])
     assert builtin_model_path("split24") == damaged
     assert damaged.read_bytes() == content
     assert sorted(file.name for file in cache.iterdir()) == sorted([built.name, "split24.lock"])
@@ -133,6 +137,23 @@ def test_without_an_absolute_xdg_path_the_cache_is_at_home(
     assert cache_folder() == tmp_path / ".cache" / "strata-coord"
 
 
+def test_its_vocabulary_and_template_serve_a_chat(index: ModelIndex) -> None:
+    tokenizer = Tokenizer.from_metadata(index.metadata)
+    text = packaged_text()
+    ids = tokenizer.encode(text, allow_special=False)
+    assert tokenizer.decode(ids) == text
+    assert len(ids) > 4_096
+    assert max(ids) < index.geometry.num_real_tokens
+    template = index.metadata.text("tokenizer.chat_template")
+    prompt = chat_prompt(template, [{"role": "user", "content": "hello"}])
+    assert prompt.notice is None
+    assert prompt.text == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    assert index.geometry.ngram is not None
+    end_of_text = index.geometry.ngram.eos_token
+    assert tokenizer.encode(prompt.text, allow_special=True)[0] == end_of_text + 1
+    assert {end_of_text, end_of_text + 2} <= tokenizer.stop_tokens
+
+
 def test_values_stay_sane_through_48_layers(built: Path, index: ModelIndex) -> None:
     assert index.geometry.ngram is not None
     config = {
@@ -142,7 +163,8 @@ def test_values_stay_sane_through_48_layers(built: Path, index: ModelIndex) -> N
         "ngram_vocab_size_base": 1_000,
         "make_ngram_vocab_size_divisible_by": 128,
     }
-    model = tiny_model("qwen4exp", TinyOptions(num_layers=48, indexer_budget=512, config=config))
+    options = TinyOptions(num_layers=48, is_drawn=False, indexer_budget=512, config=config)
+    model = tiny_model("qwen4exp", options)
     load_gguf(model, built)
     logits = reference_logits(model, list(range(64)))
     assert 1.0 < float(logits.std(-1).mean()) < 2.0

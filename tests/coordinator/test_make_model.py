@@ -67,7 +67,9 @@ def test_transformers_runs_the_model_and_its_values_are_sane(tmp_path: Path, arc
             "ngram_vocab_size_base": 1_000,
             "make_ngram_vocab_size_divisible_by": 128,
         }
-    model = tiny_model(architecture, TinyOptions(num_layers=4, indexer_budget=512, config=config))
+    model = tiny_model(
+        architecture, TinyOptions(num_layers=4, is_drawn=False, indexer_budget=512, config=config)
+    )
     load_gguf(model, made.path)
     logits = reference_logits(model, list(range(40)))
     assert 0.7 < float(logits.std()) < 2.5

@@ -26,6 +26,7 @@ class TinyOptions:
     """What a test may vary. Defaults are the plain form of each architecture."""
 
     seed: int = 0
+    is_drawn: bool = True  # False: values are left undefined, for a model that load_gguf fills
     num_layers: int | None = None  # 3 for qwen3moe, 8 for qwen4exp
     tied_output: bool = False
     dense_attention_layers: tuple[int, ...] = ()  # qwen4exp: compress ratio 0, no indexer
@@ -39,9 +40,13 @@ class TinyOptions:
 def tiny_model(architecture: str, options: TinyOptions | None = None) -> nn.Module:
     """Return a random fp32 model in eval mode, with eager attention and eager experts."""
     options = options or TinyOptions()
-    model = {"qwen3moe": _qwen3moe, "qwen4exp": _qwen4exp}[architecture](options)
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights():
+        model = {"qwen3moe": _qwen3moe, "qwen4exp": _qwen4exp}[architecture](options)
     with torch.no_grad():
-        _randomise(model, torch.Generator().manual_seed(options.seed))
+        if options.is_drawn:
+            _randomise(model, torch.Generator().manual_seed(options.seed))
         _narrow_experts(model, options.expert_widths)
         for layer in options.dense_attention_layers:
             model.model.layers[layer].self_attn.indexer = _AllVisible()
