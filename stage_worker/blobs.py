@@ -4,8 +4,9 @@ In the file an expert is two or three separate byte ranges; in the arena, the wi
 one contiguous blob, so that it crosses the link as one copy.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from strata_coord.ipc.assignment import TensorExtent
 from strata_coord.ipc.errors import ModelError
@@ -33,12 +34,24 @@ class BlobPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlobRun:
+    """Neighbouring parts of one block type: they expand together, with one kernel."""
+
+    ggml_type: int
+    offset_bytes: int  # inside the blob
+    num_bytes: int
+    num_elements: int
+    parts: tuple[BlobPart, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlobLayout:
     """The parts of one layer's experts; all experts of a layer have the same layout."""
 
     layer: int
     num_experts: int
     parts: tuple[BlobPart, ...]
+    runs: tuple[BlobRun, ...]
     num_bytes: int
 
 
@@ -74,7 +87,24 @@ def _layout(layer: int, extents: Iterable[TensorExtent]) -> BlobLayout:
             )
         )
         offset += part_bytes
-    return BlobLayout(layer=layer, num_experts=num_experts, parts=tuple(parts), num_bytes=offset)
+    return BlobLayout(
+        layer=layer, num_experts=num_experts, parts=tuple(parts), runs=_runs(parts), num_bytes=offset
+    )
+
+
+def _runs(parts: Sequence[BlobPart]) -> tuple[BlobRun, ...]:
+    return tuple(
+        BlobRun(
+            ggml_type=ggml_type,
+            offset_bytes=members[0].offset_bytes,
+            num_bytes=sum(part.num_bytes for part in members),
+            num_elements=sum(part.out_features * part.in_features for part in members),
+            parts=members,
+        )
+        for ggml_type, members in (
+            (key, tuple(group)) for key, group in groupby(parts, key=lambda part: part.extent.ggml_type)
+        )
+    )
 
 
 def aligned(num_bytes: int) -> int:

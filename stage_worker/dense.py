@@ -1,11 +1,14 @@
-"""The dense weights of a stage: quantised bytes at rest, expanded layer by layer as the walk reaches them.
+"""The dense weights of a stage: quantised bytes at rest, expanded group by group as the walk reaches them.
 
-All layers share one set of scratch tensors, so the expanded weights of a layer are valid until the next
-expand call. fp32 tensors are not copied at all.
+A group is what is used together: one layer, or the head. Tensors of a group that have the same block type lie
+side by side, so that a group expands with one kernel per type instead of one per tensor. All groups share one
+scratch buffer per type: the fp32 tensors of a group are valid until the next expand call. fp32 tensors are
+their own expanded form and are not copied.
 """
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 
@@ -15,91 +18,127 @@ from strata_coord.kernels import dequant
 from strata_coord.stage_worker.backend import Backend
 from strata_coord.stage_worker.byte_reader import ByteReader
 
+F32 = 0  # ggml type
 
-F32 = 0  # ggml type: such a tensor is its own expanded form
+
+@dataclass(slots=True, kw_only=True)
+class _Batch:
+    """Tensors of one group and one block type, side by side."""
+
+    ggml_type: int
+    extents: dict[str, TensorExtent]
+    raw: torch.Tensor | None = None  # uint8, all bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(extent.num_bytes for extent in self.extents.values())
+
+    @property
+    def num_elements(self) -> int:
+        return sum(math.prod(extent.shape) for extent in self.extents.values())
+
+    def loaded(self) -> torch.Tensor:
+        if self.raw is None:
+            message = f"tensor {next(iter(self.extents))} is used before it is loaded"
+            raise ModelError(message)
+        return self.raw
 
 
 class DenseWeights:
-    """Quantised bytes of named tensors, and their fp32 form on demand."""
+    """Quantised bytes of named groups of tensors, and their fp32 form on demand."""
 
-    def __init__(self, extents: Mapping[str, TensorExtent], *, backend: Backend, reader: ByteReader) -> None:
-        self._extents = dict(extents)
+    def __init__(
+        self,
+        groups: Mapping[str, Mapping[str, TensorExtent]],
+        *,
+        backend: Backend,
+        reader: ByteReader,
+    ) -> None:
+        """groups: group name -> tensor key -> extent."""
         self._backend = backend
         self._reader = reader
-        self._raw: dict[str, torch.Tensor] = {}
-        self._scratch: dict[str, torch.Tensor] = {}
+        self._batches = {name: _batches(extents) for name, extents in groups.items()}
+        self._scratch: dict[int, torch.Tensor] = {}
 
     def load(self, *, progress: Callable[[int, int], None]) -> None:
-        """Read all tensors; progress gets bytes done and bytes in all."""
+        """Read all tensors and take the scratch; progress gets bytes done and bytes in all."""
         done, total = 0, self.num_bytes
-        for name, extent in self._extents.items():
-            raw = torch.empty(extent.num_bytes, dtype=torch.uint8)
-            self._reader.read_into(
-                memoryview(raw.numpy()), file=extent.file, offset_bytes=extent.offset_bytes
-            )
-            self._raw[name] = raw.to(self._backend.device)
-            done += extent.num_bytes
-            progress(done, total)
+        for batches in self._batches.values():
+            for batch in batches:
+                raw = torch.empty(batch.num_bytes, dtype=torch.uint8)
+                view = memoryview(raw.numpy())
+                start = 0
+                for extent in batch.extents.values():
+                    stop = start + extent.num_bytes
+                    self._reader.read_into(
+                        view[start:stop], file=extent.file, offset_bytes=extent.offset_bytes
+                    )
+                    start = stop
+                batch.raw = raw.to(self._backend.device)
+                done += batch.num_bytes
+                progress(done, total)
 
     @property
     def num_bytes(self) -> int:
         """Quantised bytes of all tensors."""
-        return sum(extent.num_bytes for extent in self._extents.values())
+        return sum(batch.num_bytes for batches in self._batches.values() for batch in batches)
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._extents
+    def expand(self, group: str) -> dict[str, torch.Tensor]:
+        """The fp32 tensors of a group in torch shape, valid until the next call."""
+        expanded: dict[str, torch.Tensor] = {}
+        for batch in self._batches[group]:
+            values = self._values(batch)
+            start = 0
+            for key, extent in batch.extents.items():
+                stop = start + math.prod(extent.shape)
+                expanded[key] = values[start:stop].view(extent.shape)
+                start = stop
+        return expanded
 
-    def expand(self, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
-        """The fp32 tensors of names (key -> full tensor name), in torch shape.
-
-        The result of a key is overwritten by the next call that expands a tensor under the same key.
-        """
-        return {key: self._expand_one(key, name) for key, name in names.items()}
-
-    def rows(self, name: str, ids: torch.Tensor) -> torch.Tensor:
-        """Rows ids (int64 [N]) of a matrix as fp32 [N, in], expanding nothing else."""
-        extent = self._extents[name]
+    def rows(self, group: str, ids: torch.Tensor | slice) -> torch.Tensor:
+        """Rows of the one matrix of a group as fp32 [N, in]; ids: int64 [N], or a slice of rows."""
+        (batch,) = self._batches[group]
+        ((_, extent),) = batch.extents.items()
         num_rows, in_features = extent.shape
-        raw = self._raw[name].view(num_rows, -1)[ids]
-        return dequant.dequantize(raw, extent.ggml_type, (ids.numel(), in_features))
+        raw = batch.loaded().view(num_rows, -1)[ids]
+        return dequant.dequantize(raw.contiguous(), extent.ggml_type, (raw.shape[0], in_features))
 
-    def expand_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop) of a matrix as fp32, valid until the next expand_rows call."""
-        extent = self._extents[name]
-        num_rows, in_features = extent.shape
-        raw = self._raw[name].view(num_rows, -1)[start:stop]
-        return self._expand_raw("rows", raw, extent.ggml_type, (stop - start, in_features))
+    def num_rows(self, group: str) -> int:
+        """Rows of the one matrix of a group."""
+        (batch,) = self._batches[group]
+        ((_, extent),) = batch.extents.items()
+        return extent.shape[0]
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The tensor's shape in torch order."""
-        return self._extents[name].shape
-
-    def _expand_one(self, key: str, name: str) -> torch.Tensor:
-        extent = self._extents[name]
-        return self._expand_raw(key, self._raw[name], extent.ggml_type, extent.shape)
-
-    def _expand_raw(
-        self, key: str, raw: torch.Tensor, ggml_type: int, shape: tuple[int, ...]
-    ) -> torch.Tensor:
-        if ggml_type == F32:
-            return raw.view(torch.float32).view(shape)
-        elements = math.prod(shape)
-        scratch = self._scratch.get(key)
+    def _values(self, batch: _Batch) -> torch.Tensor:
+        raw = batch.loaded()
+        if batch.ggml_type == F32:
+            return raw.view(torch.float32)
+        elements = batch.num_elements
+        scratch = self._scratch.get(batch.ggml_type)
         if scratch is None or scratch.numel() < elements:
-            scratch = self._scratch[key] = torch.empty(elements, dtype=torch.float32, device=raw.device)
-        return dequant.dequantize(raw, ggml_type, shape, out=scratch[:elements].view(shape))
+            scratch = torch.empty(elements, dtype=torch.float32, device=raw.device)
+            self._scratch[batch.ggml_type] = scratch
+        return dequant.dequantize(raw, batch.ggml_type, elements, out=scratch[:elements])
+
+
+def _batches(extents: Mapping[str, TensorExtent]) -> list[_Batch]:
+    by_type: dict[int, _Batch] = {}
+    for key, extent in extents.items():
+        batch = by_type.setdefault(extent.ggml_type, _Batch(ggml_type=extent.ggml_type, extents={}))
+        batch.extents[key] = extent
+    return list(by_type.values())
 
 
 def check_shapes(extents: Mapping[str, TensorExtent], required: Mapping[str, tuple[int, ...]]) -> None:
-    """Compare tensors with the shapes that the architecture's maths needs.
+    """Compare a group's tensors with the shapes that the architecture's maths needs.
 
     Raises:
-        ModelError: a required tensor has another shape; both shapes are named.
+        ModelError: a tensor has another shape; both shapes are named.
     """
-    for name, shape in required.items():
-        extent = extents.get(name)
-        if extent is not None and extent.shape != shape:
+    for key, shape in required.items():
+        extent = extents.get(key)
+        if extent is not None and math.prod(extent.shape) != math.prod(shape):
             message = (
-                f"tensor {name} has shape {list(extent.shape)}, but the architecture needs {list(shape)}"
+                f"tensor {extent.name} has shape {list(extent.shape)}, the architecture needs {list(shape)}"
             )
             raise ModelError(message)

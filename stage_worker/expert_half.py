@@ -13,7 +13,7 @@ import torch
 from strata_coord.ipc.messages import UploadPolicy
 from strata_coord.kernels import dequant, expert_mlp
 from strata_coord.stage_worker.backend import Stream
-from strata_coord.stage_worker.blobs import BlobLayout
+from strata_coord.stage_worker.blobs import BlobLayout, BlobRun
 from strata_coord.stage_worker.clock import ActivityClock
 from strata_coord.stage_worker.counters import TransferCounters
 from strata_coord.stage_worker.expert_tiers import ExpertTiers
@@ -109,26 +109,30 @@ class ExpertHalf:
 
     def _expand(self, layout: BlobLayout, blob: torch.Tensor) -> Sequence[torch.Tensor]:
         matrices: list[torch.Tensor] = []
-        for part in layout.parts:
-            scratch = self._part_scratch(part.name, part.out_features * part.in_features, blob.device)
-            matrices.append(
-                dequant.dequantize(
-                    blob[part.offset_bytes : part.offset_bytes + part.num_bytes],
-                    part.extent.ggml_type,
-                    (part.out_features, part.in_features),
-                    out=scratch.view(part.out_features, part.in_features),
-                )
+        for run in layout.runs:
+            scratch = self._run_scratch(run, blob.device)
+            values = dequant.dequantize(
+                blob[run.offset_bytes : run.offset_bytes + run.num_bytes],
+                run.ggml_type,
+                run.num_elements,
+                out=scratch,
             )
+            start = 0
+            for part in run.parts:
+                stop = start + part.out_features * part.in_features
+                matrices.append(values[start:stop].view(part.out_features, part.in_features))
+                start = stop
         if len(matrices) == 2:  # gate and up fused, gate rows first
             gate, up = matrices[0].chunk(2, dim=0)
             return gate, up, matrices[1]
         return matrices
 
-    def _part_scratch(self, name: str, elements: int, device: torch.device) -> torch.Tensor:
-        scratch = self._scratch.get(name)
-        if scratch is None or scratch.numel() < elements:
-            scratch = self._scratch[name] = torch.empty(elements, dtype=torch.float32, device=device)
-        return scratch[:elements]
+    def _run_scratch(self, run: BlobRun, device: torch.device) -> torch.Tensor:
+        scratch = self._scratch.get(run.parts[0].name)
+        if scratch is None or scratch.numel() < run.num_elements:
+            scratch = torch.empty(run.num_elements, dtype=torch.float32, device=device)
+            self._scratch[run.parts[0].name] = scratch
+        return scratch[: run.num_elements]
 
 
 def add_routing_counts(table: Mapping[int, memoryview], layer: int, counts: Sequence[int]) -> None:

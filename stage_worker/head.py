@@ -14,24 +14,26 @@ from strata_coord.stage_worker.models.family import Family
 
 VOCABULARY_BLOCK_ROWS = 8192  # 8192 x 2560 fp32 = 80 MiB of scratch at the largest hidden size we know
 
+HEAD_GROUP = "head"  # norms and mixers before the output matrix
+OUTPUT_GROUP = "output"  # the output matrix alone
+
 
 class Head:
     """Turns final residual rows into logits and tokens."""
 
-    def __init__(self, *, family: Family, dense: DenseWeights, output_name: str) -> None:
+    def __init__(self, *, family: Family, dense: DenseWeights) -> None:
+        """Build the head; dense has the groups HEAD_GROUP and OUTPUT_GROUP."""
         self._family = family
         self._dense = dense
-        self._output_name = output_name
-        self._names = {name: name for name in family.head_tensors()}
+        self._vocabulary = dense.num_rows(OUTPUT_GROUP)
 
     def logits(self, rows_TW: torch.Tensor) -> torch.Tensor:
         """fp32 [T, vocabulary] of residual rows fp32 [T, row width]."""
-        x_TD = self._family.head(rows_TW, self._dense.expand(self._names))
-        num_rows = self._dense.shape(self._output_name)[0]
-        logits_TV = torch.empty(x_TD.shape[0], num_rows, device=x_TD.device)
-        for start in range(0, num_rows, VOCABULARY_BLOCK_ROWS):
-            stop = min(start + VOCABULARY_BLOCK_ROWS, num_rows)
-            block = self._dense.expand_rows(self._output_name, start, stop)
+        x_TD = self._family.head(rows_TW, self._dense.expand(HEAD_GROUP))
+        logits_TV = torch.empty(x_TD.shape[0], self._vocabulary, device=x_TD.device)
+        for start in range(0, self._vocabulary, VOCABULARY_BLOCK_ROWS):
+            stop = min(start + VOCABULARY_BLOCK_ROWS, self._vocabulary)
+            block = self._dense.rows(OUTPUT_GROUP, slice(start, stop))
             logits_TV[:, start:stop] = x_TD @ block.T
         return logits_TV
 
@@ -88,7 +90,7 @@ class Head:
     def _write_rows(
         self, segment: Segment, rows_TW: torch.Tensor, descriptor: int, base: int, step: int
     ) -> None:
-        row_bytes = 4 * self._dense.shape(self._output_name)[0]
+        row_bytes = 4 * self._vocabulary
         for start in range(0, rows_TW.shape[0], step):
             data = memoryview(self.logits(rows_TW[start : start + step]).cpu().numpy()).cast("B")
             offset = base + (segment.first_position + start) * row_bytes

@@ -4,7 +4,7 @@ worker.py puts sockets, threads and a status page around this class; tests chain
 arithmetic is the same, since nothing here knows which of the two it is in.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,17 +21,18 @@ from strata_coord.stage_worker.counters import TransferCounters
 from strata_coord.stage_worker.dense import DenseWeights, check_shapes
 from strata_coord.stage_worker.expert_half import ExpertHalf
 from strata_coord.stage_worker.expert_tiers import ExpertTiers
-from strata_coord.stage_worker.head import Head
+from strata_coord.stage_worker.head import HEAD_GROUP, OUTPUT_GROUP, Head
 from strata_coord.stage_worker.models.catalog import build_family
 from strata_coord.stage_worker.ngram_rows import FileNgramTable
 from strata_coord.stage_worker.residency import place_experts
 from strata_coord.stage_worker.sequence_state import StatePool
 from strata_coord.stage_worker.stager import Stager
-from strata_coord.stage_worker.walk import Walk, WalkObserver
+from strata_coord.stage_worker.walk import Walk, WalkObserver, layer_group
 
 EMBEDDING = "token_embd.weight"
 OUTPUT = "output.weight"
 NGRAM_TABLE = "per_layer_token_embd.weight"
+EMBEDDING_GROUP = "embedding"
 
 Progress = Callable[[str, int, int], None]  # what is loading, bytes done, bytes in all
 
@@ -109,14 +110,18 @@ class Stage:
             window_slots=assignment.window_slots,
             counters=self.counters,
         )
-        dense = _dense_extents(tensors, layouts)
-        self._dense = DenseWeights(dense, backend=self._backend, reader=self._reader)
-        dense_names = [_layer_names(layer, dense) for layer in layers]
-        for layer, names in zip(layers, dense_names, strict=True):
-            required = self._family.layers[layer].dense_tensors()
-            check_shapes(dense, {names[key]: shape for key, shape in required.items() if key in names})
-        self._embedding = self._embedding_weights(tensors)
-        self._head = self._build_head(dense)
+        groups = _dense_groups(tensors, layouts, layers=layers, is_last=self.is_last)
+        for layer in layers:
+            check_shapes(groups[layer_group(layer)], self._family.layers[layer].dense_tensors())
+        if self.is_last:
+            check_shapes(groups[HEAD_GROUP], self._family.head_tensors())
+        self._dense = DenseWeights(groups, backend=self._backend, reader=self._reader)
+        self._head = Head(family=self._family, dense=self._dense) if self.is_last else None
+        self._embedding: DenseWeights | None = None
+        if self.is_first:
+            # Rows are looked up one by one, so the matrix stays in host memory whatever the device.
+            embedding = {EMBEDDING_GROUP: {EMBEDDING: tensors[EMBEDDING]}}
+            self._embedding = DenseWeights(embedding, backend=CpuBackend(), reader=self._reader)
         self._states = StatePool(
             geometry,
             assignment.first_layer,
@@ -137,7 +142,6 @@ class Stage:
             first_layer=assignment.first_layer,
             last_layer=assignment.last_layer,
             dense=self._dense,
-            dense_names=dense_names,
             residency=self._tiers.residency,
             expert_half=ExpertHalf(
                 tiers=self._tiers,
@@ -194,6 +198,9 @@ class Stage:
                 self._states.create(operation.sequence)
             else:
                 self._states.drop(operation.sequence)
+        for segment in super_chunk.segments:
+            # All pages of all segments first: running out in the middle of a layer would leave some of them ahead.
+            self._states.get(segment.sequence).reserve(segment.first_position + segment.count)
         num_rows = super_chunk.rows
         if num_rows > self._rows.shape[0]:
             message = (
@@ -259,36 +266,27 @@ class Stage:
         if self._embedding is None:
             message = f"stage {self.assignment.stage} has no embedding"
             raise InvariantError(message)
-        return self._family.embed(self._embedding.rows(EMBEDDING, ids))
-
-    def _embedding_weights(self, tensors: dict[str, TensorExtent]) -> DenseWeights | None:
-        if not self.is_first:
-            return None
-        # Rows are looked up one by one, so the matrix stays in host memory whatever the device.
-        return DenseWeights({EMBEDDING: tensors[EMBEDDING]}, backend=CpuBackend(), reader=self._reader)
-
-    def _build_head(self, dense: dict[str, TensorExtent]) -> Head | None:
-        if not self.is_last:
-            return None
-        check_shapes(dense, self._family.head_tensors())
-        output = OUTPUT if OUTPUT in dense else EMBEDDING  # tied
-        return Head(family=self._family, dense=self._dense, output_name=output)
+        return self._family.embed(self._embedding.rows(EMBEDDING_GROUP, ids))
 
 
-def _dense_extents(
-    tensors: dict[str, TensorExtent], layouts: Sequence[BlobLayout]
-) -> dict[str, TensorExtent]:
-    """Everything that is neither an expert, nor read row by row, nor only the embedding."""
+def _dense_groups(
+    tensors: Mapping[str, TensorExtent], layouts: Sequence[BlobLayout], *, layers: range, is_last: bool
+) -> dict[str, dict[str, TensorExtent]]:
+    """Everything that is neither an expert, nor read row by row: a group per layer, the head, the output."""
     experts = {part.extent.name for layout in layouts for part in layout.parts}
-    is_last = any(name.startswith("output") for name in tensors)
-    tied = is_last and OUTPUT not in tensors
-    return {
-        name: extent
-        for name, extent in tensors.items()
-        if name not in experts and name != NGRAM_TABLE and (name != EMBEDDING or tied)
-    }
-
-
-def _layer_names(layer: int, dense: dict[str, TensorExtent]) -> dict[str, str]:
-    prefix = f"blk.{layer}."
-    return {name.removeprefix(prefix): name for name in dense if name.startswith(prefix)}
+    dense = {name: extent for name, extent in tensors.items() if name not in experts and name != NGRAM_TABLE}
+    groups: dict[str, dict[str, TensorExtent]] = {}
+    for layer in layers:
+        prefix = f"{layer_group(layer)}."
+        groups[layer_group(layer)] = {
+            name.removeprefix(prefix): extent for name, extent in dense.items() if name.startswith(prefix)
+        }
+    if is_last:
+        output = OUTPUT if OUTPUT in dense else EMBEDDING  # tied
+        groups[OUTPUT_GROUP] = {output: dense[output]}
+        groups[HEAD_GROUP] = {
+            name: extent
+            for name, extent in dense.items()
+            if not name.startswith("blk.") and name not in {output, EMBEDDING}
+        }
+    return groups

@@ -19,7 +19,7 @@ from strata_coord.ipc.messages import SuperChunk
 from strata_coord.stage_worker.backend import Backend, Stream
 from strata_coord.stage_worker.dense import DenseWeights
 from strata_coord.stage_worker.expert_half import ExpertHalf, group_by_expert
-from strata_coord.stage_worker.models.family import ExpertHalfInput, Family, SegmentRows
+from strata_coord.stage_worker.models.family import ExpertHalfInput, Family, Layer, SegmentRows
 from strata_coord.stage_worker.residency import Residency
 from strata_coord.stage_worker.sequence_state import StatePool
 from strata_coord.stage_worker.stager import Stager
@@ -62,6 +62,11 @@ class WalkBuffers:
         )
 
 
+def layer_group(layer: int) -> str:
+    """The name of a layer's group of dense weights."""
+    return f"blk.{layer}"
+
+
 class Walk:
     """Runs super-chunks through the layers [first_layer, last_layer) of one stage."""
 
@@ -72,7 +77,6 @@ class Walk:
         first_layer: int,
         last_layer: int,
         dense: DenseWeights,
-        dense_names: Sequence[dict[str, str]],
         residency: Residency,
         expert_half: ExpertHalf,
         stager: Stager,
@@ -82,10 +86,9 @@ class Walk:
         max_rows: int,
         observer: WalkObserver,
     ) -> None:
-        """dense_names: per own layer, weight suffix -> full tensor name."""
+        """Build the walk; dense has a group layer_group(layer) for each own layer."""
         self._layers = [family.layers[layer] for layer in range(first_layer, last_layer)]
         self._dense = dense
-        self._dense_names = dense_names
         self._residency = residency
         self._experts = family.geometry.experts
         self._expert_half = expert_half
@@ -116,28 +119,28 @@ class Walk:
         """
         sub_chunks = cut_sub_chunks(super_chunk.segments, max_rows=super_chunk.sub_chunk_tokens)
         if super_chunk.upload == "stream-all":
-            layers = [layer.index for layer in self._layers]
+            indices = [layer.index for layer in self._layers]
             self._stager.plan(
-                stream_all_order(self._residency, layers=layers, num_experts=self._experts.num_experts)
+                stream_all_order(self._residency, layers=indices, num_experts=self._experts.num_experts)
             )
-        for number in range(len(self._layers)):
+        for layer in self._layers:
             if is_cancelled():
                 self._stager.abandon(self._compute)
                 return False
-            self._run_layer(number, super_chunk, sub_chunks, rows_SW, token_ids)
+            self._run_layer(layer, super_chunk, sub_chunks, rows_SW, token_ids)
         return True
 
     def _run_layer(
         self,
-        number: int,
+        layer: Layer,
         super_chunk: SuperChunk,
         sub_chunks: Sequence[SubChunk],
         rows_SW: torch.Tensor,
         token_ids: Sequence[torch.Tensor],
     ) -> None:
-        layer, buffers, num_rows = self._layers[number], self._buffers, rows_SW.shape[0]
+        buffers, num_rows = self._buffers, rows_SW.shape[0]
         self._observer.attention_half(layer.index)
-        weights = self._dense.expand(self._dense_names[number])
+        weights = self._dense.expand(layer_group(layer.index))
         halves: list[ExpertHalfInput] = []
         for sub in sub_chunks:
             half = layer.attention_half(
