@@ -144,10 +144,11 @@ class Metadata(Mapping[str, Value]):
             self.refuse(key, "missing; this architecture needs it")
         if not isinstance(value, array) or value.typecode in "fd":
             self.refuse(key, f"{describe(value)}, expected an array of integers")
-        for index, element in enumerate(value):
-            if not low <= element <= high:
-                self.refuse(f"{key}[{index}]", f"{element} is outside {low} to {high}")
-        return tuple(value)
+        numbers: tuple[int, ...] = tuple(value)
+        if numbers and (min(numbers) < low or max(numbers) > high):
+            index = next(at for at, number in enumerate(numbers) if not low <= number <= high)
+            self.refuse(f"{key}[{index}]", f"{numbers[index]} is outside {low} to {high}")
+        return numbers
 
     def strings(self, key: str) -> list[str]:
         """Return an array of strings, decoded."""
