@@ -184,7 +184,12 @@ def _reason(
 ) -> str:
     what = f"{chosen.mode}, {_count(chosen.super_chunks)} of up to {max(chosen.super_chunks)} rows"
     if len(options) == 1:
-        return f"{what}: the only cut, since the prompt fits in one sub-chunk of {launch.sub_chunk_tokens}"
+        why = (
+            "the prompt fits in one"
+            if len(chosen.super_chunks) == 1
+            else "the plan has room for no more than one"
+        )
+        return f"{what}: the only cut, since {why} sub-chunk of {launch.sub_chunk_tokens} rows"
     if mode != "auto":
         lost = chosen.predicted_ttft_s - fastest.predicted_ttft_s
         if lost <= 0:

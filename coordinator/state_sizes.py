@@ -16,6 +16,9 @@ __all__ = ["KV_DTYPE_BYTES", "attention_scratch_bytes", "pool_bytes_per_token", 
 FP32_BYTES = 4
 KV_DTYPE_BYTES: dict[KvDtype, int] = {"fp32": 4, "fp16": 2, "bf16": 2}
 _TOKEN_ID_BYTES = 8
+# Attention runs over tiles of rows whose mask has at most this many entries, so that scratch does not grow
+# with rows times context.
+MASK_ELEMENTS = 1 << 22
 
 
 def pool_bytes_per_token(geometry: ModelGeometry, first: int, last: int, *, kv_dtype: KvDtype) -> int:
@@ -61,8 +64,8 @@ def attention_scratch_bytes(
     """Return the scratch of the attention half of any layer of [first, last) for a sub-chunk of rows.
 
     The largest over the layers of what one attention half holds at the same time: projections and their
-    rotated or convolved copies, the gathered keys and values of the context, the selection mask, and the
-    normed rows.
+    rotated or convolved copies, the gathered keys and values of the context, the mask and the selection of a
+    tile of rows, and the normed rows.
     """
     hidden, width = geometry.hidden_size, geometry.row_width
     common = rows * (3 * hidden + 3 * width) * FP32_BYTES
@@ -78,11 +81,15 @@ def attention_scratch_bytes(
             queries = attention.num_heads * attention.head_dim
             key_values = 2 * attention.num_kv_heads * attention.head_dim
             here = rows * (4 * queries + 2 * key_values) * FP32_BYTES + context * key_values * FP32_BYTES
+            # The mask of a tile of rows is a byte and then a float for each key.
+            mask = max(context, min(rows * context, MASK_ELEMENTS))
+            here += mask * (1 + FP32_BYTES)
             ratio = _compress_ratio(geometry, layer)
             if ratio and geometry.sparse_attention is not None:
                 sparse = geometry.sparse_attention
-                scores = rows * (context // ratio) * (sparse.num_heads + 1) * FP32_BYTES
-                here += scores + rows * context + rows * sparse.num_heads * sparse.head_dim * FP32_BYTES
+                # Scores of each indexer head, their sum, and the sort for the cut, for each block.
+                here += mask // ratio * (sparse.num_heads + 3) * FP32_BYTES
+                here += rows * sparse.num_heads * sparse.head_dim * FP32_BYTES
         ngram = geometry.ngram
         if ngram is not None and layer in ngram.layers:
             here = max(here, rows * 4 * width * FP32_BYTES)

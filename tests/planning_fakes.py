@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from strata_coord.coordinator.config import Config, parse_config
+from strata_coord.coordinator.planner import plan_launch
 from strata_coord.coordinator.rig import ASSUMED_RATES, Limits, NodeFacts, Rig
 from strata_coord.ipc.assignment import (
     AttentionGeometry,
@@ -139,16 +140,37 @@ def fake_rig(*, cpus: tuple[tuple[int, ...], ...] = ((0, 1),), available_bytes: 
 def fake_config(
     *,
     boundaries: tuple[int, ...] = (24,),
-    budget_mib: int | None = 200,
+    budget_mib: int | tuple[int, ...] | None = 200,
     stage: str = "",
     prefill: str = "",
     rest: str = "",
 ) -> Config:
     """A checked configuration; stage, prefill and rest are TOML lines of those tables and of whole tables."""
-    budget = "" if budget_mib is None else f"vram_budget_mib = {budget_mib}\n"
-    stages = f'[[stage]]\ndevice = "cpu"\n{budget}{stage}\n' * (len(boundaries) + 1)
+    count = len(boundaries) + 1
+    budgets = budget_mib if isinstance(budget_mib, tuple) else (budget_mib,) * count
+    lines = ["" if one is None else f"vram_budget_mib = {one}\n" for one in budgets]
+    stages = "".join(f'[[stage]]\ndevice = "cpu"\n{budget}{stage}\n' for budget in lines)
     text = f'[model]\npath = "fake.gguf"\n[split]\nboundaries = {list(boundaries)}\n{stages}\n'
     return parse_config(f"{text}[prefill]\n{prefill}\n{rest}\n", name="fake.toml", folder=Path("/"))
+
+
+def tight_budgets(
+    model: FakeModel, *, resident_share: float, boundaries: tuple[int, ...] = (4,), prefill: str = ""
+) -> tuple[int, ...]:
+    """MiB for each stage that leave about this share of the experts resident beside a whole window.
+
+    Sizes are those that prefill asks for; what they claim is read off a plan with room for everything.
+    """
+    roomy = plan_launch(
+        model, fake_rig(), fake_config(boundaries=boundaries, budget_mib=1024, prefill=prefill)
+    )
+    budgets = []
+    for stage in roomy.stages:
+        lines = {line.name: line.num_bytes for line in stage.lines}
+        window = model.geometry.experts.num_experts * (lines["window"] // stage.window_slots)
+        claimed = stage.budget_bytes - lines["window"] - lines["expert cache"] - lines["free"]
+        budgets.append(-(-int(claimed + window + resident_share * stage.resident_bytes) // MIB))
+    return tuple(budgets)
 
 
 def _tensor(name: str, ggml_type: int, shape: tuple[int, ...]) -> TensorExtent:

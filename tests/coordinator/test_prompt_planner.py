@@ -3,17 +3,15 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning_fakes import fake_config, fake_model, fake_rig
+from planning_fakes import fake_config, fake_model, fake_rig, tight_budgets
 
 from strata_coord.coordinator.planner import expert_bytes_once, plan_launch, plan_prompt, upload_policy
 from strata_coord.ipc.errors import RequestError
 
 MODEL = fake_model(num_layers=8, num_experts=64, context_tokens=8192)
-LAUNCH = plan_launch(
-    MODEL,
-    fake_rig(),
-    fake_config(boundaries=(4,), budget_mib=72, prefill="reserved_tokens = 2048\nsub_chunk_tokens = 512"),
-)
+ROWS = "reserved_tokens = 2048\nsub_chunk_tokens = 512"
+TIGHT = tight_budgets(MODEL, resident_share=0.4, prefill=ROWS)
+LAUNCH = plan_launch(MODEL, fake_rig(), fake_config(boundaries=(4,), budget_mib=TIGHT, prefill=ROWS))
 
 
 def with_costs(launch, **changes):
@@ -45,7 +43,7 @@ def test_a_forced_mode_is_obeyed():
 
 
 def test_the_reason_says_what_a_forced_mode_costs():
-    costly = with_costs(LAUNCH, copy_bytes_per_s=1e5)
+    costly = with_costs(LAUNCH, arena_bytes=10**11)
     plan = plan_prompt(costly, 4096, mode="chunk-major")
     assert "forced by --mode chunk-major; layer-major with 2 super-chunks is predicted to be" in plan.reason
     free = plan_prompt(costly, 4096, mode="layer-major")
@@ -53,7 +51,7 @@ def test_the_reason_says_what_a_forced_mode_costs():
 
 
 def test_a_slow_link_favours_layer_major_and_a_fast_one_the_overlap_of_stages():
-    slow = plan_prompt(with_costs(LAUNCH, copy_bytes_per_s=1e5), 4096)
+    slow = plan_prompt(with_costs(LAUNCH, arena_bytes=10**11), 4096)
     assert (slow.mode, slow.num_super_chunks) == ("layer-major", 2)
     fast = plan_prompt(
         with_costs(LAUNCH, copy_bytes_per_s=1e12, expand_bytes_per_s=1e12, drive_bytes_per_s=1e12), 4096
