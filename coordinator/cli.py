@@ -229,14 +229,15 @@ def inspect(
 ) -> int:
     """Show what is in a model file: geometry, sizes per layer and kind."""
     del debug
-    from strata_coord.coordinator import inspect_model
+    from strata_coord.coordinator.inspect_model import inspect as inspect_file
+    from strata_coord.coordinator.inspect_model import render
     from strata_coord.coordinator.output import print_json, print_renderable
 
-    report = inspect_model.inspect(model)
+    report = inspect_file(model)
     if json:
         print_json(report)
     else:
-        print_renderable(inspect_model.render(report))
+        print_renderable(render(report))
     return 0
 
 
