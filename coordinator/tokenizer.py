@@ -23,6 +23,7 @@ MAX_MERGES = 1 << 21
 MAX_TOKEN_CHARS = 1_024
 
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
+_KNOWN_TYPES = frozenset({_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED})
 _PREFIX = "tokenizer.ggml."
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -191,6 +192,27 @@ def _token_types(metadata: Metadata, count: int) -> tuple[int, ...]:
 
 def _check_tokens(metadata: Metadata, tokens: list[str], types: tuple[int, ...]) -> None:
     """Refuse what the tokenizer would swallow and answer with wrong or missing text."""
+    # Whole-list tests first: a loop over 250,000 tokens is a second that every start would pay.
+    known = set(tokens)
+    spelt = "".join(token for token, kind in zip(tokens, types, strict=True) if kind == _NORMAL)
+    sound = (
+        len(known) == len(tokens)
+        and max(map(len, tokens)) <= MAX_TOKEN_CHARS
+        and "" not in known
+        and set(types) <= _KNOWN_TYPES
+        and BYTE_OF_CHAR.keys() >= set(spelt)
+    )
+    if not sound:
+        _refuse_token(metadata, tokens, types)
+    absent = [byte for byte, char in enumerate(CHAR_OF_BYTE) if char not in known]
+    if absent:
+        metadata.refuse(
+            f"{_PREFIX}tokens", f"{len(absent)} of the 256 byte tokens are missing, byte {absent[0]} first"
+        )
+
+
+def _refuse_token(metadata: Metadata, tokens: list[str], types: tuple[int, ...]) -> None:
+    """Find the first token that _check_tokens is against, and say why."""
     seen: dict[str, int] = {}
     for index, (token, kind) in enumerate(zip(tokens, types, strict=True)):
         field = f"{_PREFIX}tokens[{index}]"
@@ -199,15 +221,10 @@ def _check_tokens(metadata: Metadata, tokens: list[str], types: tuple[int, ...])
         first = seen.setdefault(token, index)
         if first != index:
             metadata.refuse(field, f'"{printable(token, limit=60)}" is also token {first}')
-        if kind not in (_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED):
+        if kind not in _KNOWN_TYPES:
             metadata.refuse(f"{_PREFIX}token_type[{index}]", f"{kind}; byte-level BPE has 1, 3, 4 and 5")
         if kind == _NORMAL and not BYTE_OF_CHAR.keys() >= set(token):
             metadata.refuse(field, f'"{printable(token, limit=60)}" is not in byte-level spelling')
-    absent = [byte for byte, char in enumerate(CHAR_OF_BYTE) if char not in seen]
-    if absent:
-        metadata.refuse(
-            f"{_PREFIX}tokens", f"{len(absent)} of the 256 byte tokens are missing, byte {absent[0]} first"
-        )
 
 
 def _build(metadata: Metadata, tokens: list[str], types: tuple[int, ...], pattern: str) -> "BpeTokenizer":
@@ -218,18 +235,10 @@ def _build(metadata: Metadata, tokens: list[str], types: tuple[int, ...], patter
     if len(lines) > MAX_MERGES:
         metadata.refuse(f"{_PREFIX}merges", f"{len(lines)} merges, the limit is {MAX_MERGES}")
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    merges: list[tuple[str, str]] = []
-    for index, line in enumerate(lines):
-        left, _, right = line.partition(" ")
-        if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
-            metadata.refuse(
-                f"{_PREFIX}merges[{index}]",
-                f'"{printable(line, limit=60)}" does not join two tokens into a third',
-            )
-        merges.append((left, right))
     try:
-        bpe = BpeTokenizer(models.BPE(vocab=vocabulary, merges=merges))
+        bpe = BpeTokenizer(models.BPE(vocab=vocabulary, merges=[line.partition(" ")[::2] for line in lines]))
     except Exception as error:  # the package raises bare Exception
+        _refuse_merge(metadata, lines, vocabulary)
         message = f"{printable(metadata.path)}: {_PREFIX}merges: {printable(str(error))}"
         raise ModelError(message) from None
     bpe.normalizer = normalizers.NFC()
@@ -248,3 +257,14 @@ def _build(metadata: Metadata, tokens: list[str], types: tuple[int, ...], patter
         [AddedToken(t, special=False, normalized=False) for t, kind in named if kind == _USER_DEFINED]
     )
     return bpe
+
+
+def _refuse_merge(metadata: Metadata, lines: list[str], vocabulary: Mapping[str, int]) -> None:
+    """Find the first merge that the package is against, and say why."""
+    for index, line in enumerate(lines):
+        left, _, right = line.partition(" ")
+        if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
+            metadata.refuse(
+                f"{_PREFIX}merges[{index}]",
+                f'"{printable(line, limit=60)}" does not join two tokens into a third',
+            )
