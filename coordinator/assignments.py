@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
+from strata_coord.coordinator.state_sizes import FP32_BYTES
 from strata_coord.ipc.assignment import StageAssignment
+from strata_coord.ipc.errors import ConfigError
 
 if TYPE_CHECKING:
     from strata_coord.coordinator.plan import LaunchPlan
     from strata_coord.coordinator.planned_model import PlannedModel
 
-__all__ = ["expert_bytes_once", "stage_assignment"]
+__all__ = ["check_plan_fits", "expert_bytes_once", "stage_assignment"]
 
 
 def stage_assignment(launch: LaunchPlan, stage: int, model: PlannedModel) -> StageAssignment:
@@ -52,3 +55,43 @@ def expert_bytes_once(launch: LaunchPlan, model: PlannedModel) -> int:
             layer = plan.first_layer + number
             total += (num_experts - len(resident)) * model.expert_blob_bytes(layer)
     return total
+
+
+def check_plan_fits(launch: LaunchPlan, model: PlannedModel, *, name: str) -> None:
+    """Check that a plan which was read back is one of this model.
+
+    Args:
+        launch: The plan.
+        model: The model it is about to run.
+        name: The plan's file, for errors.
+
+    Raises:
+        ConfigError: It is of another model, or its stages do not cover the layers.
+    """
+    geometry = model.geometry
+    for what, planned, found in (
+        ("architecture", launch.architecture, geometry.architecture),
+        ("layers", launch.num_layers, geometry.num_layers),
+        ("experts", launch.num_experts, geometry.experts.num_experts),
+        ("experts per token", launch.experts_per_token, geometry.experts.experts_per_token),
+        ("row bytes", launch.row_bytes, geometry.row_width * FP32_BYTES),
+    ):
+        if planned != found:
+            message = f"{name}: made for {what} {planned}, but the model has {found}; make the plan again"
+            raise ConfigError(message)
+    edges = [(stage.first_layer, stage.last_layer) for stage in launch.stages]
+    if edges != list(itertools.pairwise([0, *launch.boundaries, launch.num_layers])):
+        message = (
+            f"{name}: stages {edges} do not fit boundaries {list(launch.boundaries)}; make the plan again"
+        )
+        raise ConfigError(message)
+    for stage in launch.stages:
+        num_layers = stage.last_layer - stage.first_layer
+        for placed in (stage.resident_experts, stage.arena_experts):
+            known = all(0 <= expert < launch.num_experts for experts in placed for expert in experts)
+            if len(placed) != num_layers or not known:
+                message = (
+                    f"{name}: stage {stage.stage} must place experts 0-{launch.num_experts - 1} of "
+                    f"{num_layers} layers, got {len(placed)} layers; make the plan again"
+                )
+                raise ConfigError(message)

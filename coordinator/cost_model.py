@@ -63,10 +63,7 @@ def stage_time(
     upload_s = bytes_up / costs.copy_bytes_per_s
     drive_s = costs.file_bytes * streamed_share / costs.drive_bytes_per_s
     pairs = rows * first_position + rows * (rows + 1) / 2
-    flops = (
-        rows * (costs.dense_flops_per_row + costs.expert_flops_per_row)
-        + pairs * costs.attention_flops_per_pair
-    )
+    flops = rows * (costs.dense_flops_per_row + costs.expert_flops_per_row)
     expanded = costs.dense_expanded_bytes + costs.expert_expanded_bytes * touched_share
     if with_head:
         flops += costs.head_flops
@@ -74,6 +71,7 @@ def stage_time(
     num_sub_chunks = -(-rows // sub_chunk_tokens)
     compute_s = (
         flops / costs.flops_per_s
+        + pairs * costs.attention_flops_per_pair / costs.attention_flops_per_s
         + expanded / costs.expand_bytes_per_s
         + costs.num_layers * num_sub_chunks * costs.call_s
     )

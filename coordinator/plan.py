@@ -61,6 +61,7 @@ class StageCosts:
     drive_bytes_per_s: float
     expand_bytes_per_s: float
     flops_per_s: float
+    attention_flops_per_s: float
     call_s: float
 
 

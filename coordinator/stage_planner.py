@@ -320,5 +320,6 @@ def _costs(
         drive_bytes_per_s=rates.drive_bytes_per_s.value,
         expand_bytes_per_s=rates.expand_bytes_per_s.value * threads,
         flops_per_s=rates.flops_per_s.value * threads,
+        attention_flops_per_s=rates.attention_flops_per_s.value * threads,
         call_s=rates.call_s.value,
     )
