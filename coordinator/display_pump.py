@@ -6,11 +6,14 @@ A thread of its own: a display that is slow to take its input delays nothing but
 import json
 import threading
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from strata_coord.coordinator.chrome_trace import StageTrace, chrome_trace
 from strata_coord.coordinator.dashboard import Display
 from strata_coord.coordinator.engine import Engine
-from strata_coord.ipc.status_page import StatusEvent
+
+if TYPE_CHECKING:
+    from strata_coord.ipc.status_page import StatusEvent
 
 PERIOD_S = 0.2
 

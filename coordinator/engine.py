@@ -1,4 +1,4 @@
-"""The one interface through which commands and servers use the pipeline: start, submit, stream, cancel, close.
+"""The one interface to the pipeline for commands and servers: start, submit, stream, cancel, close.
 
 An Engine owns a control loop in a thread of its own; every method here may be called from any thread. The
 loop does all I/O, so a caller that is slow to read its events slows nobody down.
@@ -6,16 +6,19 @@ loop does all I/O, so a caller that is slow to read its events slows nobody down
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from strata_coord.coordinator.control_loop import ControlLoop, Ending, Submission
 from strata_coord.coordinator.model_index import ModelIndex
 from strata_coord.coordinator.plan import LaunchPlan, PromptPlan
-from strata_coord.coordinator.request_meter import RequestFigures
 from strata_coord.coordinator.requests import GenerationEvent, GenerationFinished, GenerationRequest
 from strata_coord.coordinator.stage_facts import StageIdentity
 from strata_coord.coordinator.telemetry import DashboardState
 from strata_coord.ipc.errors import RequestError, StrataError
 from strata_coord.ipc.status_page import StatusEvent
+
+if TYPE_CHECKING:
+    from strata_coord.coordinator.request_meter import RequestFigures
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +95,8 @@ class Engine:
         ):
             if needed > limit:
                 message = (
-                    f"{len(request.prompt_ids)} prompt tokens and {request.max_tokens} of answer need room for "
-                    f"{needed}, but {name} is {limit}"
+                    f"{len(request.prompt_ids)} prompt tokens and {request.max_tokens} of answer need room "
+                    f"for {needed}, but {name} is {limit}"
                 )
                 raise RequestError(message)
         return Generation(self._loop.submit(request, plan), self._loop)

@@ -104,8 +104,8 @@ def make_plan(options: LaunchOptions, config: "Config", model: "ModelIndex") -> 
     geometry = model.geometry
     if (plan.architecture, plan.num_layers) != (geometry.architecture, geometry.num_layers):
         message = (
-            f"{options.plan_file}: made for {plan.architecture} with {plan.num_layers} layers, but the model is "
-            f"{geometry.architecture} with {geometry.num_layers}"
+            f"{options.plan_file}: made for {plan.architecture} with {plan.num_layers} layers, "
+            f"but the model is {geometry.architecture} with {geometry.num_layers}"
         )
         raise ConfigError(message)
     return plan

@@ -24,7 +24,7 @@ from strata_coord.ipc.host_memory import descriptor_pair
 
 TERM_GRACE_S = 2.0  # between SIGTERM and SIGKILL
 REAP_GRACE_S = 5.0  # a process that is not reaped after SIGKILL hangs in the kernel
-LOG_TAIL_LINES = 5
+LOG_TAIL_BYTES = 4096
 
 
 @functools.cache
@@ -83,8 +83,8 @@ class WorkerProcess:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, number)
 
-    def exit_text(self) -> str:
-        """How the process ended, in words, with the last lines that it printed."""
+    def exit_text(self, where: str) -> str:
+        """How the process ended and where it was, in words, with the last line that it printed."""
         code = self.process.poll()
         if code is None:
             ended = "is still running"
@@ -92,16 +92,16 @@ class WorkerProcess:
             ended = f"was killed by {signal.Signals(-code).name}"
         else:
             ended = f"exited with status {code}"
-        tail = self.log_tail()
-        return f"{ended}; its last words: {tail}" if tail else ended
+        line = self.last_line()
+        return f"{ended} {where}: {line}" if line else f"{ended} {where}"
 
-    def log_tail(self) -> str:
-        """The last lines of what the worker printed, joined into one."""
+    def last_line(self) -> str:
+        """The last line of what the worker printed: of a traceback, the error itself."""
         try:
-            lines = self.log_path.read_bytes()[-4096:].decode(errors="replace").splitlines()
+            lines = self.log_path.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace").split("\n")
         except OSError:
             return ""
-        return " | ".join(line.strip() for line in lines[-LOG_TAIL_LINES:] if line.strip())
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
     def close_channels(self) -> None:
         """Close the coordinator's ends. The worker sees its lifeline end."""

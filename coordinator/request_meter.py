@@ -1,6 +1,6 @@
 """Pure: what reading one prompt cost each stage, from readings at acceptance and at the prompt's last row.
 
-Exact while the prompt is alone in the pipeline; with others beside it, their work on the same stages counts too.
+Exact while the prompt is alone in the pipeline; beside others, their work on the same stages counts too.
 """
 
 from collections.abc import Mapping, Sequence

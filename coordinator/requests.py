@@ -1,4 +1,4 @@
-"""What a caller asks of the engine, and what it hears back. Plain records; design.md section 7's one interface."""
+"""What a caller asks of the engine, and what it hears back. Plain records."""
 
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -176,7 +176,10 @@ class Scheduler:
         return segments, head.shape
 
     def _admit(self, max_tokens: int | None) -> Sequence | None:
-        """Give the first waiting prompt a seat, if it fits; as a guest only a whole prompt of max_tokens rows."""
+        """Give the first waiting prompt a seat, if it fits.
+
+        max_tokens: take it only if its whole prompt fits in so many rows of a super-chunk.
+        """
         if not self._waiting or not self._free_seats:
             return None
         sequence = self._waiting[0]

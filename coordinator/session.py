@@ -79,7 +79,8 @@ class Session:
         room = self._plan.context_tokens
         if len(ids) >= room:
             message = (
-                f"the prompt has {len(ids)} tokens, but model.context_tokens leaves room for {room - 1} and one of answer"
+                f"the prompt has {len(ids)} tokens, but model.context_tokens leaves room for {room - 1} "
+                "and one of answer"
             )
             raise RequestError(message)
         return tuple(ids)

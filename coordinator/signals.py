@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 
-class Terminated(BaseException):  # noqa: N818  like KeyboardInterrupt: not an error, and no except Exception stops it
+class Terminated(BaseException):  # like KeyboardInterrupt: no except Exception stops it
     """SIGTERM or SIGHUP arrived and nothing is left to finish."""
 
 

@@ -105,7 +105,7 @@ def _receive_bootstrap(channel_fd: int) -> Inherited:
     channel = socket.socket(fileno=channel_fd)
     channel.settimeout(BOOTSTRAP_TIMEOUT_S)
     label, fds = recv_descriptors(channel)
-    channel.setblocking(False)
+    channel.settimeout(0.0)
     if label != BOOTSTRAP or len(fds) != len(BOOTSTRAP_DESCRIPTORS):
         message = f"the first packet has {len(fds)} descriptors, {len(BOOTSTRAP_DESCRIPTORS)} are needed"
         raise ProtocolError(message)

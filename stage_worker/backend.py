@@ -134,8 +134,7 @@ class ThreadStream:
 
     def wait(self, event: Event) -> None:
         """Let later work begin only once event has been passed."""
-        if not event.is_done():
-            self._queue.put(event.wait)
+        self._queue.put(event.wait)  # a passed one too: it may carry a failure
 
     @property
     def failure(self) -> BaseException | None:

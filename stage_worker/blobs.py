@@ -1,7 +1,7 @@
 """Where one expert's tensors lie: in the file, and repacked as one gate|up|down blob.
 
-In the file an expert is two or three separate byte ranges; in the arena, the window and the expert cache it is
-one contiguous blob, so that it crosses the link as one copy.
+In the file an expert is two or three separate byte ranges; in the arena, the window and the expert cache
+it is one contiguous blob, so that it crosses the link as one copy.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -4,6 +4,7 @@ It owns the control channel, the neighbour links and the descriptor channel. The
 through queues and posts back what it finished; a wake-up descriptor brings the poll round.
 """
 
+import contextlib
 import os
 import queue
 import threading
@@ -17,7 +18,7 @@ import zmq
 from strata_coord.ipc.bootstrap import Bootstrap, parse_logits_label, parse_slots_label
 from strata_coord.ipc.endpoints import link_endpoint
 from strata_coord.ipc.errors import InvariantError, ProtocolError
-from strata_coord.ipc.host_memory import MappedSlots, recv_descriptors
+from strata_coord.ipc.host_memory import MappedSlots
 from strata_coord.ipc.links import ControlClient, NeighbourLink
 from strata_coord.ipc.messages import (
     Assign,
@@ -256,10 +257,8 @@ class ControlThread(threading.Thread):
             self.full.put(put)
 
     def _take_posted(self) -> None:
-        try:
+        with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake_fd)
-        except BlockingIOError:
-            pass
         while True:
             try:
                 posted = self._posted.get_nowait()

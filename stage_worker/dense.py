@@ -66,7 +66,7 @@ class DenseWeights:
         for batches in self._batches.values():
             for batch in batches:
                 raw = torch.empty(batch.num_bytes, dtype=torch.uint8)
-                view = memoryview(raw.numpy())
+                view = raw.numpy().data
                 start = 0
                 for extent in batch.extents.values():
                     stop = start + extent.num_bytes

@@ -65,7 +65,7 @@ class ExpertTiers:
 
     def read_file(self, layer: int, expert: int, target: torch.Tensor) -> None:
         """Read the expert's parts from the file into target, host uint8 [blob bytes], as one blob."""
-        view = memoryview(target.numpy())
+        view = target.numpy().data
         for part in self.layouts[layer].parts:
             self._reader.read_into(
                 view[part.offset_bytes : part.offset_bytes + part.num_bytes],

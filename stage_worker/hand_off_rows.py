@@ -1,13 +1,13 @@
 """The walk's ends of the hand-off: rows out of granted slots, rows into full ones.
 
-The walk's thread calls these; the control thread owns the protocol (ipc/slots.py) and the sockets. Between the
-two are queues: full slots and credits come in through a queue, filled and released slots go out through post,
+The walk's thread calls these; the control thread owns the protocol (ipc/slots.py) and the sockets. Between
+the two are queues: full slots and credits come in through one, filled and released slots go out through post,
 which wakes the control thread. A slot is posted as filled only when the copy into it is complete.
 """
 
-import queue
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,6 +20,9 @@ from strata_coord.stage_worker.backend import Event, Stream
 from strata_coord.stage_worker.clock import ActivityClock
 from strata_coord.stage_worker.counters import TransferCounters
 from strata_coord.stage_worker.reporting import StatusReporter
+
+if TYPE_CHECKING:
+    import queue
 
 BYTES_PER_VALUE = 4  # rows cross in fp32, so that any number of stages computes the same
 

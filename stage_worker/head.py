@@ -92,7 +92,7 @@ class Head:
     ) -> None:
         row_bytes = 4 * self._vocabulary
         for start in range(0, rows_TW.shape[0], step):
-            data = memoryview(self.logits(rows_TW[start : start + step]).cpu().numpy()).cast("B")
+            data = self.logits(rows_TW[start : start + step]).cpu().numpy().data.cast("B")
             offset = base + (segment.first_position + start) * row_bytes
             done = 0
             while done < len(data):

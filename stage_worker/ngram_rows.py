@@ -22,7 +22,7 @@ class FileNgramTable:
         """fp32 [N, row_width] of the rows ids, int64 [N]; equal ids are read once."""
         distinct, inverse = torch.unique(ids, return_inverse=True)
         raw = torch.empty(distinct.numel(), self._row_bytes, dtype=torch.uint8)
-        view = memoryview(raw.numpy()).cast("B")
+        view = raw.numpy().data.cast("B")
         for place, row in enumerate(distinct.tolist()):
             self._reader.read_into(
                 view[place * self._row_bytes : (place + 1) * self._row_bytes],

@@ -68,7 +68,7 @@ def _offsets(
         for expert in experts:
             key = (layout.layer, expert)
             if key in offsets or not 0 <= expert < layout.num_experts:
-                message = f"layer {layout.layer}: expert {expert} of {layout.num_experts} is assigned twice or absent"
+                message = f"layer {layout.layer}: expert {expert} is absent or assigned twice"
                 raise InvariantError(message)
             offsets[key] = end
             end += aligned(layout.num_bytes)

@@ -5,7 +5,7 @@ arithmetic is the same, since nothing here knows which of the two it is in.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -137,6 +137,7 @@ class Stage:
             dtype=torch.float32,
             device=self._backend.device,
         )
+        self._lost: set[int] = set()  # sequences of which a walk was given up: their state is of no use
         self._walk = Walk(
             family=self._family,
             first_layer=assignment.first_layer,
@@ -194,12 +195,13 @@ class Stage:
             InvariantError: the super-chunk has more rows than the plan made room for.
         """
         for operation in super_chunk.operations:
+            self._lost.discard(operation.sequence)
             if operation.kind == "create":
                 self._states.create(operation.sequence)
             else:
                 self._states.drop(operation.sequence)
         for segment in super_chunk.segments:
-            # All pages of all segments first: running out in the middle of a layer would leave some of them ahead.
+            # All pages of all segments first: running out inside a layer would leave some segments ahead.
             self._states.get(segment.sequence).reserve(segment.first_position + segment.count)
         num_rows = super_chunk.rows
         if num_rows > self._rows.shape[0]:
@@ -220,8 +222,10 @@ class Stage:
             finished = (
                 has_rows
                 and bool(super_chunk.segments)
-                and self._walk.run(super_chunk, rows_SW, token_ids, is_cancelled=everything_cancelled)
+                and self._walk_live(super_chunk, rows_SW, token_ids, is_cancelled=everything_cancelled)
             )
+            if not finished:
+                self._lost.update(segment.sequence for segment in super_chunk.segments)
             if outbound is not None:
                 if finished:
                     outbound.send(super_chunk, rows_SW)
@@ -230,8 +234,35 @@ class Stage:
             tokens: Sequence[SampledToken] = ()
             if self._head is not None and finished:
                 self._head.write_logits(super_chunk, rows_SW, logits_files or {})
-                tokens = self._head.sample(super_chunk, rows_SW)
+                drawn = self._head.sample(super_chunk, rows_SW)
+                tokens = [token for token in drawn if token.sequence not in self._lost]
         return SuperChunkResult(cancelled=not finished and bool(super_chunk.segments), tokens=tuple(tokens))
+
+    def _walk_live(
+        self,
+        super_chunk: SuperChunk,
+        rows_SW: torch.Tensor,
+        token_ids: Sequence[torch.Tensor],
+        *,
+        is_cancelled: Callable[[], bool],
+    ) -> bool:
+        """Walk the rows of all sequences but the lost ones; False if that is none, or if given up.
+
+        A cancelled prompt's last rows may share a super-chunk, issued before the cancel, with other prompts.
+        Those go on; its own rows cannot, since its state ends at another position in each layer.
+        """
+        live = [at for at, segment in enumerate(super_chunk.segments) if segment.sequence not in self._lost]
+        if len(live) == len(super_chunk.segments):
+            return self._walk.run(super_chunk, rows_SW, token_ids, is_cancelled=is_cancelled)
+        if not live:
+            return False
+        pieces = rows_SW.split([segment.count for segment in super_chunk.segments])
+        live_SW = torch.cat([pieces[at] for at in live])
+        part = replace(super_chunk, segments=tuple(super_chunk.segments[at] for at in live))
+        finished = self._walk.run(part, live_SW, [token_ids[at] for at in live], is_cancelled=is_cancelled)
+        for at, walked in zip(live, live_SW.split([segment.count for segment in part.segments]), strict=True):
+            pieces[at].copy_(walked)
+        return finished
 
     def device_bytes(self) -> int:
         """Bytes of weights and experts held in device memory."""

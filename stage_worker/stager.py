@@ -1,9 +1,9 @@
 """Moves streamed experts through the window: file -> staging -> window, or arena -> window, ahead of use.
 
-The window is a ring of blob slots in device memory. Blobs go through it in exactly the order in which the walk
-uses them, so a slot's turn is known when the upload is queued: the copy stream waits for the event that ended
-the slot's previous use, and the host never waits for a slot. The walk acquires blobs in order and releases
-each once the kernels that read it are queued; every release queues the next upload.
+The window is a ring of blob slots in device memory. Blobs go through it in exactly the order in which the
+walk uses them, so a slot's turn is known when an upload is queued: the copy stream waits for the event that
+ended the slot's previous use, and the host never waits for a slot. The walk acquires blobs in order and
+releases each once the kernels that read it are queued; every release queues the next upload.
 """
 
 from collections import deque
@@ -17,7 +17,7 @@ from strata_coord.stage_worker.backend import Backend, Event, Stream
 from strata_coord.stage_worker.counters import TransferCounters
 from strata_coord.stage_worker.expert_tiers import ExpertTiers
 
-# Reads from the file land here before the copy to the window. Two: one is read into while the other is copied.
+# Reads from the file land here before the copy to the window: one slot is filled while the other is copied.
 STAGING_SLOTS = 2
 
 

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from strata_coord.ipc.assignment import StageAssignment
-from strata_coord.ipc.bootstrap import Bootstrap
 from strata_coord.ipc.codec import clip_text, decode_record
 from strata_coord.ipc.errors import InvariantError, StrataError
 from strata_coord.ipc.host_memory import map_memfd
@@ -38,6 +37,7 @@ from strata_coord.stage_worker.reporting import StatusReporter
 from strata_coord.stage_worker.stage import Stage
 
 if TYPE_CHECKING:
+    from strata_coord.ipc.bootstrap import Bootstrap
     from strata_coord.stage_worker.__main__ import Inherited
 
 
@@ -80,7 +80,7 @@ class Worker:
                         self._run(work)
         except StopWalkError:
             pass
-        except Exception as failure:  # noqa: BLE001  any failure is reported and ends the process
+        except Exception as failure:  # any failure is reported and ends the process
             self._failure = self._failure or failure
         if self._failure is not None:
             self._report(self._failure)
