@@ -29,6 +29,7 @@ class Column:
     rank: int
     cell: Callable[[StageView, RequestView | None], str]
     is_number: bool = True
+    min_width: int = 0  # so that the table does not jump when the value changes
 
 
 def _layers(view: StageView) -> str:
@@ -51,6 +52,10 @@ def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
+def _phase(view: StageView) -> str:
+    return "idle" if view.phase == "waiting-super-chunk" else view.phase
+
+
 def _node(view: StageView) -> str:
     return str(view.facts.numa_node) if view.facts.numa_node >= 0 else "-"
 
@@ -61,7 +66,7 @@ COLUMNS: Final = (
     Column(title="node", rank=9, cell=lambda view, _: _node(view)),
     Column(title="binding", rank=11, cell=lambda view, _: view.facts.binding, is_number=False),
     Column(title="layers", rank=5, cell=lambda view, _: _layers(view)),
-    Column(title="phase", rank=1, cell=lambda view, _: view.phase, is_number=False),
+    Column(title="phase", rank=1, cell=lambda view, _: _phase(view), is_number=False, min_width=15),
     Column(title="chunk", rank=3, cell=_chunk),
     Column(title="layer", rank=4, cell=lambda view, _: _layer(view)),
     Column(title="busy", rank=2, cell=lambda view, _: _percent(view.now.busy)),
@@ -137,7 +142,7 @@ def table_lines(state: DashboardState, width: int) -> list[str]:
         [printable(column.cell(view, state.request), limit=40) for column in COLUMNS] for view in state.stages
     ]
     widths = [
-        max(len(column.title), *(len(row[number]) for row in rows)) if rows else len(column.title)
+        max(len(column.title), column.min_width, *(len(row[number]) for row in rows))
         for number, column in enumerate(COLUMNS)
     ]
     kept: list[int] = []

@@ -69,6 +69,14 @@ def test_a_wide_terminal_shows_every_column() -> None:
     assert all(word in title for word in ("binding", "hand-off", "memory MiB", "read MiB"))
 
 
+def test_columns_keep_their_place_when_a_phase_changes() -> None:
+    titles = set()
+    for phase in ("experts", "waiting-experts", "waiting-super-chunk"):
+        stages = tuple(replace(view(stage), phase=phase) for stage in range(2))
+        titles.add(dashboard_lines(replace(state(READING), stages=stages), width=200, height=40)[2].plain)
+    assert len(titles) == 1
+
+
 def test_markup_in_names_is_text() -> None:
     lines = [line.plain for line in dashboard_lines(state(READING), width=400, height=100)]
     assert any("cuda:1 \\x1b[2J[bold]" in line for line in lines)
