@@ -51,7 +51,7 @@ class LinkSide:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the link is in its initial state: EpochAborted and BeginEpoch need it."""
+        """Whether the link is in its initial state, as BeginEpoch needs it."""
         raise NotImplementedError
 
     def open_epoch(self, epoch: int) -> None:

@@ -162,15 +162,6 @@ class SuperChunkDone:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EpochAborted:
-    """The answer to AbortEpoch: no credit, copy or full slot of the epoch is left at this stage."""
-
-    stage: int
-    incarnation: int
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StageFailed:
     """Sent by a stage that cannot go on, just before it exits. Strings only."""
 
@@ -225,14 +216,6 @@ class RunSuperChunk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AbortEpoch:
-    """Ends an epoch after a fault: stop, settle copies, return credits, answer EpochAborted."""
-
-    incarnation: int
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Shutdown:
     """Ends the worker in an orderly way."""
 
@@ -274,7 +257,7 @@ class Return:
     slot: int
 
 
-ToCoordinator = Hello | StageReady | LinkReady | SuperChunkDone | EpochAborted | StageFailed
-ToStage = Assign | Relink | BeginEpoch | RunSuperChunk | AbortEpoch | Shutdown
+ToCoordinator = Hello | StageReady | LinkReady | SuperChunkDone | StageFailed
+ToStage = Assign | Relink | BeginEpoch | RunSuperChunk | Shutdown
 BetweenNeighbours = Grant | Put | Return
 Message = ToCoordinator | ToStage | BetweenNeighbours

@@ -4,16 +4,20 @@ What the product's processes do with slots and messages is done here with lists,
 run hundreds of cuts of a prompt. Real processes are tested under tests/integration.
 """
 
-from collections.abc import Sequence
+import functools
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import torch
+
 from strata_coord.coordinator.model_index import ModelIndex, load_model_index
 from strata_coord.ipc.assignment import StageAssignment
 from strata_coord.ipc.messages import SampledToken, SamplingSettings, Segment, StateOperation, SuperChunk
-from strata_coord.stage_worker.stage import Stage
+from strata_coord.stage_worker.stage import Stage, SuperChunkResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +53,18 @@ class Rows:
         return rows is not None
 
 
-class NoObserver:
+class LayerLog:
+    """Remembers the layers that one stage has finished, with the rows of each expert."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[int, tuple[int, ...]]] = []
+
     def attention_half(self, layer: int) -> None: ...
+
     def expert_half(self, layer: int) -> None: ...
-    def layer_done(self, layer: int, counts: Sequence[int]) -> None: ...
+
+    def layer_done(self, layer: int, counts: Sequence[int]) -> None:
+        self.done.append((layer, tuple(counts)))
 
 
 class StageChain:
@@ -72,6 +84,7 @@ class StageChain:
     ) -> None:
         self.index = load_model_index(path)
         self.sub_chunk_tokens = sub_chunk_tokens
+        self.logs = [LayerLog() for _ in range(len(boundaries) + 1)]
         edges = [0, *boundaries, self.index.geometry.num_layers]
         self.stages = [
             Stage(
@@ -86,7 +99,7 @@ class StageChain:
                     max_sequences=max_sequences,
                     context_tokens=context_tokens,
                 ),
-                observer=NoObserver(),
+                observer=self.logs[stage],
             )
             for stage in range(len(edges) - 1)
         ]
@@ -96,6 +109,13 @@ class StageChain:
         self.token_ids: dict[int, list[int]] = {}
         self.positions: dict[int, int] = {}
         self.next_index = 0
+        self.results: list[SuperChunkResult] = []  # of the last super-chunk, per stage
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
 
     def run(
         self,
@@ -104,10 +124,14 @@ class StageChain:
         operations: Sequence[StateOperation] = (),
         slot_rows: int = 64,
         upload: str = "stream-all",
-        cancelled: frozenset[int] = frozenset(),
+        cancel: Callable[[int, Segment], bool] = lambda _stage, _segment: False,
+        sample: SamplingSettings | None = SamplingSettings(),  # noqa: B008  frozen
         logits: Path | None = None,
     ) -> list[SampledToken]:
-        """Run one super-chunk; segments are (sequence, count), going on where the sequence stands."""
+        """Run one super-chunk; segments are (sequence, count), going on where the sequence stands.
+
+        cancel: asked by stage and segment whenever a stage looks at its cancel words.
+        """
         made = []
         for sequence, count in segments:
             first = self.positions[sequence]
@@ -118,7 +142,7 @@ class StageChain:
                     seat=0,
                     first_position=first,
                     count=count,
-                    sample=SamplingSettings(),
+                    sample=sample,
                     logits=logits is not None,
                 )
             )
@@ -136,24 +160,20 @@ class StageChain:
             torch.tensor(self.token_ids[segment.sequence][: segment.first_position + segment.count])
             for segment in made
         ]
-        tokens: list[SampledToken] = []
-        for number, stage in enumerate(self.stages):
-            files = {}
-            if logits is not None and stage.is_last:
-                self.file = logits.open("r+b")
-                files = {sequence: (self.file.fileno(), 0) for sequence, _ in segments}
-            result = stage.run(
-                super_chunk,
-                ids,
-                inbound=self.links[number - 1] if number else None,
-                outbound=self.links[number] if number < len(self.links) else None,
-                is_cancelled=lambda segment: segment.sequence in cancelled,
-                logits_files=files,
-            )
-            tokens = list(result.tokens)
-            if files:
-                self.file.close()
-        return tokens
+        self.results = []
+        with open(logits or os.devnull, "r+b") as file:
+            files = {sequence: (file.fileno(), 0) for sequence, _ in segments}
+            for number, stage in enumerate(self.stages):
+                result = stage.run(
+                    super_chunk,
+                    ids,
+                    inbound=self.links[number - 1] if number else None,
+                    outbound=self.links[number] if number < len(self.links) else None,
+                    is_cancelled=functools.partial(cancel, number),
+                    logits_files=files,
+                )
+                self.results.append(result)
+        return list(self.results[-1].tokens)
 
     def open(self, sequence: int, ids: Sequence[int]) -> StateOperation:
         """Begin a sequence with its prompt; pass the operation to the next run."""
@@ -168,7 +188,7 @@ class StageChain:
     def prompt_logits(
         self, ids: Sequence[int], folder: Path, cuts: Sequence[int], **settings: object
     ) -> torch.Tensor:
-        """Logits [tokens, vocabulary] of a prompt read in super-chunks of cuts rows; its sequence is dropped."""
+        """Logits [tokens, vocabulary] of a prompt read in super-chunks of cuts rows, then dropped."""
         assert sum(cuts) == len(ids)
         vocabulary = self.index.geometry.vocabulary_size
         path = folder / "logits.bin"
@@ -179,6 +199,34 @@ class StageChain:
             operations = []
         self.run([], operations=[self.drop(999)])
         return torch.from_numpy(np.fromfile(path, dtype=np.float32).reshape(len(ids), vocabulary))
+
+    def last_logits(
+        self, ids: Sequence[int], folder: Path, cuts: Sequence[int], **settings: object
+    ) -> torch.Tensor:
+        """Logits [vocabulary] after the last token of a prompt."""
+        return self.prompt_logits(ids, folder, cuts, **settings)[-1]
+
+    def greedy(
+        self, sequence: int, ids: Sequence[int], count: int, *, cuts: Sequence[int] = (), **settings: object
+    ) -> list[int]:
+        """The count tokens that greedy decoding appends to a prompt; the sequence stays open."""
+        operations = [self.open(sequence, ids)]
+        for cut in cuts or [len(ids)]:
+            tokens = self.run([(sequence, cut)], operations=operations, **settings)  # type: ignore[arg-type]
+            operations = []
+        for _ in range(count - 1):
+            self.token_ids[sequence].append(tokens[0].token)
+            tokens = self.run([(sequence, 1)], **settings)  # type: ignore[arg-type]
+        return [*self.token_ids[sequence][len(ids) :], tokens[0].token]
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether no upload is planned or on its way, no rows wait, and no sequence has state."""
+        return (
+            all(stage._stager.is_idle for stage in self.stages)
+            and all(stage._states.free_tokens == stage._states.num_pages * 64 for stage in self.stages)
+            and not any(link.sent for link in self.links)
+        )
 
     def close(self) -> None:
         for stage in self.stages:

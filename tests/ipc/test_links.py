@@ -9,7 +9,7 @@ from strata_coord.ipc import codec, links
 from strata_coord.ipc.endpoints import control_endpoint, link_endpoint
 from strata_coord.ipc.errors import InvariantError, ProtocolError
 from strata_coord.ipc.links import ControlClient, ControlServer, NeighbourLink, PeerFault
-from strata_coord.ipc.messages import EpochAborted, Grant, Hello, Put, Return, Shutdown
+from strata_coord.ipc.messages import Grant, Hello, LinkReady, Put, Return, Shutdown
 from strata_coord.ipc.signing import Signer
 
 SECRET = bytes(range(32))
@@ -111,10 +111,10 @@ def test_workers_have_channels_of_their_own(folder, server, closing):
     clients = [client_of(folder, closing, stage=stage) for stage in range(2)]
     for stage, client in enumerate(clients):
         for epoch in range(3):
-            client.send(EpochAborted(stage=stage, incarnation=1, epoch=epoch))
+            client.send(LinkReady(stage=stage, incarnation=1, link=epoch, generation=1, direction="in"))
     found = receive(server, 6)
     for stage in range(2):
-        assert [message.epoch for message in found if message.stage == stage] == [0, 1, 2]
+        assert [message.link for message in found if message.stage == stage] == [0, 1, 2]
 
 
 def test_a_worker_that_is_not_there_is_an_outcome_and_one_not_expected_a_bug(server):
