@@ -33,7 +33,12 @@ ONLY_IN = {
     "typer": {"coordinator/cli.py"},
     "pydantic": {"coordinator/config.py", "coordinator/config_checks.py", "coordinator/config_errors.py"},
     "msgpack": {"ipc/codec.py"},
-    "zmq": {"ipc/links.py", "stage_worker/control_thread.py", "coordinator/control_loop.py"},
+    "zmq": {
+        "ipc/links.py",
+        "stage_worker/control_thread.py",
+        "coordinator/control_loop.py",  # these two wait on the sockets of ipc.links and on processes at once
+        "coordinator/stage_set.py",
+    },
 }
 
 PICKLE_FAMILY = {
