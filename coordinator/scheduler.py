@@ -3,7 +3,7 @@
 Prompts are read in arrival order. The rows that a prompt's last super-chunk leaves free are offered to the
 prompts behind it, so that short prompts share one pass over the experts. Sequences that wait for nothing but
 their next token decode in as many groups as there are stages: with fewer, some stage would idle, with more,
-experts would be read more often than the stages need.
+experts would be read more often than the stages need, and prompts would find no room between them.
 
 Changed through its methods only; no clock, no I/O.
 """
@@ -69,6 +69,7 @@ class Scheduler:
         self._operations: list[StateOperation] = []
         self._dropped_in: dict[int, list[Sequence]] = {}  # super-chunk index -> sequences it drops
         self._to_drop: list[Sequence] = []
+        self._decoding: set[int] = set()  # indices of the decode super-chunks in flight
         self._next_index = 0
 
     def submit(self, sequence: Sequence) -> None:
@@ -99,6 +100,7 @@ class Scheduler:
 
     def passed_all_stages(self, index: int) -> None:
         """Super-chunk index is done at every stage: the seats and pages it dropped are free."""
+        self._decoding.discard(index)
         for sequence in self._dropped_in.pop(index, ()):
             self._free_seats.append(sequence.seat)
             self._free_kv_tokens += _kv_tokens(sequence)
@@ -111,7 +113,9 @@ class Scheduler:
         if num_in_flight > self._limits.num_stages:
             return None  # one more than the stages hold, so that stage 0 never waits for the coordinator
         segments, shape = self._decode_segments(), None
-        if not segments:
+        if segments:
+            self._decoding.add(self._next_index)
+        else:
             segments, shape = self._prefill_segments()
         if not segments and not self._operations:
             return None
@@ -140,11 +144,15 @@ class Scheduler:
         return self._running.values()
 
     def _decode_segments(self) -> list[Segment]:
+        free_groups = self._limits.num_stages - len(self._decoding)
+        if free_groups <= 0:
+            return []  # what is ready joins the group that returns next; the room left is for prompts
         decoding = [sequence for sequence in self._running.values() if not sequence.chunks_left]
         ready = [sequence for sequence in decoding if sequence.next_position >= 0]
-        group = -(-len(decoding) // self._limits.num_stages)
+        fair_share = -(-len(decoding) // self._limits.num_stages)
+        group = min(fair_share, -(-len(ready) // free_groups), self._limits.max_rows)
         segments: list[Segment] = []
-        for sequence in ready[: min(group, self._limits.max_rows)]:
+        for sequence in ready[:group]:
             segments.append(
                 Segment(
                     sequence=sequence.sequence,
