@@ -103,8 +103,9 @@ class LiveDashboard:
             return
         self._ended.set()
         thread.join(STOP_S)
-        if self._frame.state is not None and not thread.is_alive():
-            for line in timing_lines(self._frame.state):
+        state = self._frame.state
+        if state is not None and state.request is not None and not thread.is_alive():
+            for line in timing_lines(state):
                 self.note(line)
 
     def _draw(self) -> None:

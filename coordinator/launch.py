@@ -5,22 +5,20 @@ through one close of the engine.
 """
 
 import contextlib
-import os
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from strata_coord.coordinator.launch_options import LaunchOptions
-from strata_coord.ipc.errors import ConfigError
 
 if TYPE_CHECKING:
     from strata_coord.coordinator.config import Config
-    from strata_coord.coordinator.dashboard import Display
     from strata_coord.coordinator.engine import Engine
     from strata_coord.coordinator.model_index import ModelIndex
     from strata_coord.coordinator.plan import LaunchPlan
+    from strata_coord.coordinator.screen import Screen
 
+ORDERLY_GRACE_S = 2.0  # an idle worker ends within milliseconds
 FAST_GRACE_S = 0.2  # after Ctrl-C: a worker in the middle of a layer is not waited for
 
 
@@ -35,28 +33,23 @@ class Prepared:
 
 def run_launch(options: LaunchOptions) -> int:
     """Run one launch; returns the exit code, raises StrataError or KeyboardInterrupt for the others."""
-    from strata_coord.coordinator.dashboard import choose_mode, make_display
+    from strata_coord.coordinator.screen import Screen
     from strata_coord.coordinator.session import Session
     from strata_coord.coordinator.signals import Terminated, terminable
 
     with terminable():
-        display = make_display(
-            choose_mode(sys.stderr, os.environ, dashboard=options.dashboard, log_format=options.log_format),
-            sys.stderr,
-        )
-        prepared = prepare(options, note=display.note)
-        session = Session(options=options, config=prepared.config, model=prepared.model, plan=prepared.plan)
-        prompt = session.first_prompt()  # before any process starts: a wrong prompt costs no loading time
-        for line in prepared.plan.notes:
-            display.note(line)
+        screen = Screen(options)
         try:
-            with running_engine(prepared, display=display, options=options) as engine:
-                return session.run(engine, display, prompt)
+            prepared = prepare(options, screen)
+            session = Session(options=options, prepared=prepared, screen=screen)
+            prompt = session.first_prompt()  # before any process starts: a wrong prompt costs no loading time
+            with running_engine(prepared, screen) as engine:
+                return session.run(engine, prompt)
         except Terminated:
             return 0
 
 
-def prepare(options: LaunchOptions, *, note: "Note") -> Prepared:
+def prepare(options: LaunchOptions, screen: "Screen") -> Prepared:
     """Read configuration and model header, and plan.
 
     Raises:
@@ -66,11 +59,15 @@ def prepare(options: LaunchOptions, *, note: "Note") -> Prepared:
     from strata_coord.coordinator.model_index import load_model_index
 
     config = load_config(options.config, options.overrides, model=options.model)
-    model = load_model_index(model_path(config.model.path, note=note))
-    return Prepared(config=config, model=model, plan=make_plan(options, config, model))
+    screen.configure(config.log)
+    model = load_model_index(model_path(config.model.path, note=screen.note))
+    plan = make_plan(options, config, model)
+    for line in plan.notes:
+        screen.note(line)
+    return Prepared(config=config, model=model, plan=plan)
 
 
-def model_path(path: str, *, note: "Note") -> str:
+def model_path(path: str, *, note: Callable[[str], None]) -> str:
     """The file behind model.path; a built-in model is built into the user's cache if it is not there yet."""
     if not path.startswith("builtin:"):
         return path
@@ -94,6 +91,7 @@ def make_plan(options: LaunchOptions, config: "Config", model: "ModelIndex") -> 
         PlanError: nothing fits.
         ConfigError: the saved plan is damaged or is of another model.
     """
+    from strata_coord.coordinator.assignments import check_plan_fits
     from strata_coord.coordinator.plan import launch_plan_from_json
     from strata_coord.coordinator.planner import plan_launch
     from strata_coord.coordinator.probe import probe_rig
@@ -101,20 +99,13 @@ def make_plan(options: LaunchOptions, config: "Config", model: "ModelIndex") -> 
     if options.plan_file is None:
         return plan_launch(model, probe_rig(), config)
     plan = launch_plan_from_json(options.plan_file.read_text(encoding="utf-8"))
-    geometry = model.geometry
-    if (plan.architecture, plan.num_layers) != (geometry.architecture, geometry.num_layers):
-        message = (
-            f"{options.plan_file}: made for {plan.architecture} with {plan.num_layers} layers, "
-            f"but the model is {geometry.architecture} with {geometry.num_layers}"
-        )
-        raise ConfigError(message)
+    check_plan_fits(plan, model, name=str(options.plan_file))
     return plan
 
 
 @contextlib.contextmanager
-def running_engine(prepared: Prepared, *, display: "Display", options: LaunchOptions) -> Iterator["Engine"]:
-    """Start the engine and its display; both have ended when the block is left, however it is left."""
-    from strata_coord.coordinator.display_pump import DisplayPump
+def running_engine(prepared: Prepared, screen: "Screen") -> Iterator["Engine"]:
+    """Start the engine and show it; both have ended when the block is left, however it is left."""
     from strata_coord.coordinator.engine import Engine, Supervision
     from strata_coord.coordinator.signals import unhurried
 
@@ -123,21 +114,14 @@ def running_engine(prepared: Prepared, *, display: "Display", options: LaunchOpt
         model=prepared.model,
         supervision=Supervision(hang_s=prepared.config.supervision.hang_s),
     )
-    pump = DisplayPump(engine, display, trace=options.trace)
     grace_s = FAST_GRACE_S
     try:
-        pump.start()
+        screen.show(engine)
         engine.start()
         yield engine
-        grace_s = 2.0
+        grace_s = ORDERLY_GRACE_S
     finally:
         with unhurried():
-            pump.stop()
+            screen.close()
             for line in engine.close(grace_s=grace_s):
-                print(f"strata-coord: {line}", file=sys.stderr)
-
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    Note = Callable[[str], None]
+                screen.warn(line)

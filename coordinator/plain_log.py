@@ -71,8 +71,10 @@ class PlainLog:
         text = (
             f"read {request.tokens_read:,} of {request.prompt_tokens:,} tokens "
             f"(super-chunk {request.super_chunks_read} of {request.num_super_chunks}) "
-            f"in {request.elapsed_s:.1f} s, {request.read_tokens_per_s:.0f} tokens/s; bound by {bound}"
+            f"in {request.elapsed_s:.1f} s, {request.read_tokens_per_s:.0f} tokens/s"
         )
+        if not request.ended:  # afterwards the reading says nothing about the prompt
+            text += f"; bound by {bound}"
         self._line(
             "super_chunk",
             text,

@@ -14,7 +14,7 @@ from strata_coord.coordinator.engine import Engine, raise_if_failed
 from strata_coord.coordinator.launch_options import LaunchOptions
 from strata_coord.coordinator.launch_report import RequestResult, StageResult, launch_report
 from strata_coord.coordinator.output import print_json
-from strata_coord.coordinator.plan import LaunchPlan, PromptPlan
+from strata_coord.coordinator.plan import PromptPlan
 from strata_coord.coordinator.prompt_planner import plan_prompt
 from strata_coord.coordinator.request_meter import RequestFigures, needed_bytes_once
 from strata_coord.coordinator.requests import (
@@ -28,9 +28,8 @@ from strata_coord.ipc.errors import ConfigError, InvariantError, RequestError
 from strata_coord.ipc.messages import SamplingSettings
 
 if TYPE_CHECKING:
-    from strata_coord.coordinator.config import Config
-    from strata_coord.coordinator.dashboard import Display
-    from strata_coord.coordinator.model_index import ModelIndex
+    from strata_coord.coordinator.launch import Prepared
+    from strata_coord.coordinator.screen import Screen
     from strata_coord.coordinator.tokenizer import Tokenizer
 
 MAX_PROMPT_BYTES = 64 << 20  # far above any context; a wrong file is refused before it is tokenised
@@ -50,13 +49,12 @@ class Answer:
 class Session:
     """Prompts and answers of one launch."""
 
-    def __init__(
-        self, *, options: LaunchOptions, config: "Config", model: "ModelIndex", plan: LaunchPlan
-    ) -> None:
+    def __init__(self, *, options: LaunchOptions, prepared: "Prepared", screen: "Screen") -> None:
         self._options = options
-        self._config = config
-        self._model = model
-        self._plan = plan
+        self._config = prepared.config
+        self._model = prepared.model
+        self._plan = prepared.plan
+        self._screen = screen
         self._tokenizer = self._load_tokenizer()
         self._notices: set[str] = set()
 
@@ -132,7 +130,7 @@ class Session:
             )
             if prompt.notice is not None and prompt.notice not in self._notices:
                 self._notices.add(prompt.notice)
-                print(f"strata-coord: {prompt.notice}", file=sys.stderr)
+                self._screen.note(prompt.notice)
             ids = tokenizer.encode(prompt.text, allow_special=True)
         if not ids:
             message = "the prompt is empty"
@@ -141,18 +139,19 @@ class Session:
 
     # --- answers -----------------------------------------------------------------------------------------
 
-    def run(self, engine: Engine, display: "Display", prompt: tuple[int, ...] | None) -> int:
+    def run(self, engine: Engine, prompt: tuple[int, ...] | None) -> int:
         """Answer the one prompt, or prompts from standard input until it ends. Returns the exit code."""
         if prompt is not None:
-            self._answer(engine, display, prompt)
+            self._answer(engine, prompt)
             return 0
-        return self._loop(engine, display)
+        return self._loop(engine)
 
-    def _loop(self, engine: Engine, display: "Display") -> int:
-        is_terminal = sys.stdin.isatty()
-        display.note("ready: one prompt a line, each by itself; end with Ctrl-D")
+    def _loop(self, engine: Engine) -> int:
+        screen = self._screen
+        screen.note("ready: one prompt a line, each by itself; Ctrl-C stops an answer, Ctrl-D ends")
         while True:
-            if is_terminal:
+            screen.hide()  # the terminal is the user's while they type
+            if sys.stdin.isatty():
                 print(PROMPT_MARK, end="", file=sys.stderr, flush=True)
             line = sys.stdin.readline()
             if not line:
@@ -160,16 +159,20 @@ class Session:
             if not line.strip():
                 continue
             try:
-                self._answer(engine, display, tuple(self._encode(line.rstrip("\n"))))
+                prompt = tuple(self._encode(line.rstrip("\n")))
+                screen.show(engine)
+                self._answer(engine, prompt)
             except RequestError as error:  # the next prompt may be fine
+                screen.hide()
                 print(f"strata-coord: {error}", file=sys.stderr)
+            except KeyboardInterrupt:
+                if not sys.stdin.isatty():
+                    raise
+                screen.note("stopped; Ctrl-C at the prompt ends")
 
-    def _answer(self, engine: Engine, display: "Display", prompt: tuple[int, ...]) -> None:
+    def _answer(self, engine: Engine, prompt: tuple[int, ...]) -> None:
         plan = plan_prompt(self._plan, len(prompt), mode=self._options.mode or self._config.prefill.mode)
-        display.note(
-            f"{len(prompt)} tokens, {plan.mode}: {plan.num_super_chunks} super-chunks of up to "
-            f"{plan.super_chunk_tokens} rows, {plan.upload}; {plan.reason}"
-        )
+        self._screen.note(f"{len(prompt):,} tokens: {plan.reason}; experts by {plan.upload}")
         room = min(self._plan.context_tokens, self._plan.kv_pool_tokens) - len(prompt)
         request = GenerationRequest(
             prompt_ids=prompt,
@@ -184,10 +187,12 @@ class Session:
         DRAIN.is_busy = True
         answer = Answer()
         try:
-            printer = _Printer(self._tokenizer, is_quiet=self._options.json)
+            printer = _Printer(self._tokenizer, is_quiet=self._options.json or self._screen.holds_terminal)
             for event in generation.events():
                 match event:
                     case TokenGenerated():
+                        if not answer.generated_tokens:
+                            self._screen.refresh()
                         answer.generated_tokens += 1
                         answer.total_s = event.elapsed_s
                         text = "" if event.token in request.stop_tokens else printer.token(event.token)
@@ -206,6 +211,9 @@ class Session:
             raise
         finally:
             DRAIN.is_busy = False
+        self._screen.hide()
+        if self._screen.holds_terminal and not self._options.json:
+            _print_answer(answer.text)
         if self._options.json:
             if generation.figures is None:
                 message = "the request has no figures"
@@ -308,12 +316,17 @@ class _Printer:
         return text
 
     def _write(self, text: str) -> str:
-        from strata_coord.coordinator.terminal_text import escape_control
-
         if not self._is_quiet:
-            sys.stdout.write(escape_control(text, keep="\n\t") if sys.stdout.isatty() else text)
-            sys.stdout.flush()
+            _print_answer(text, end="")
         return text
+
+
+def _print_answer(text: str, *, end: str = "\n") -> None:
+    """Write to stdout; what a model says may not control the terminal."""
+    from strata_coord.coordinator.terminal_text import escape_control
+
+    sys.stdout.write((escape_control(text, keep="\n\t") if sys.stdout.isatty() else text) + end)
+    sys.stdout.flush()
 
 
 def _read_file(path: Path) -> bytes:
