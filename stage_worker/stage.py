@@ -251,17 +251,19 @@ class Stage:
         A cancelled prompt's last rows may share a super-chunk, issued before the cancel, with other prompts.
         Those go on; its own rows cannot, since its state ends at another position in each layer.
         """
-        live = [at for at, segment in enumerate(super_chunk.segments) if segment.sequence not in self._lost]
-        if len(live) == len(super_chunk.segments):
+        segments = super_chunk.segments
+        live = [at for at, segment in enumerate(segments) if segment.sequence not in self._lost]
+        if len(live) == len(segments):
             return self._walk.run(super_chunk, rows_SW, token_ids, is_cancelled=is_cancelled)
         if not live:
             return False
-        pieces = rows_SW.split([segment.count for segment in super_chunk.segments])
-        live_SW = torch.cat([pieces[at] for at in live])
-        part = replace(super_chunk, segments=tuple(super_chunk.segments[at] for at in live))
+        is_live_S = torch.cat(
+            [torch.full((segment.count,), segment.sequence not in self._lost) for segment in segments]
+        ).to(rows_SW.device)
+        live_SW = rows_SW[is_live_S]
+        part = replace(super_chunk, segments=tuple(segments[at] for at in live))
         finished = self._walk.run(part, live_SW, [token_ids[at] for at in live], is_cancelled=is_cancelled)
-        for at, walked in zip(live, live_SW.split([segment.count for segment in part.segments]), strict=True):
-            pieces[at].copy_(walked)
+        rows_SW[is_live_S] = live_SW
         return finished
 
     def device_bytes(self) -> int:

@@ -47,6 +47,8 @@ def tiny_model(architecture: str, options: TinyOptions | None = None) -> nn.Modu
     with torch.no_grad():
         if options.is_drawn:
             _randomise(model, torch.Generator().manual_seed(options.seed))
+        if options.tied_output:  # transformers ties while it initialises, which is left out here
+            model.lm_head.weight = model.model.embed_tokens.weight
         _narrow_experts(model, options.expert_widths)
         for layer in options.dense_attention_layers:
             model.model.layers[layer].self_attn.indexer = _AllVisible()
