@@ -12,6 +12,17 @@ KvDtype = Literal["fp32", "fp16", "bf16"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class YarnGeometry:
+    """YaRN: slow rotations are interpolated by factor, fast ones kept, with a ramp between."""
+
+    factor: float
+    original_tokens: int  # context that the model was trained with
+    beta_fast: float  # rotations over original_tokens at and above which a frequency is kept
+    beta_slow: float  # at and below which it is divided by factor
+    magnitude: float  # multiplies cos and sin
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionGeometry:
     """Grouped-query attention; models.md section 1.1."""
 
@@ -21,6 +32,9 @@ class AttentionGeometry:
     rope_dims: int  # leading dims of a head that are rotated
     rope_base: float
     gated: bool  # attn_q rows are interleaved per head: query rows, then gate rows
+    head_norms: bool = True  # queries and keys are normed per head
+    projection_biases: bool = False  # of queries, keys and values
+    yarn: YarnGeometry | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +57,7 @@ class ExpertGeometry:
     experts_per_token: int
     widths: tuple[int, ...]  # F of each layer
     shared_width: int  # 0: no shared expert
+    renormalised: bool = True  # the weights of a row's experts are scaled to sum 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
