@@ -191,9 +191,7 @@ def stage_workers(pid: int) -> list[psutil.Process]:
 
 
 def assert_all_gone(workers: Sequence[psutil.Process], timeout_s: float) -> None:
-    wait_until(
-        lambda: not any(_is_alive(worker) for worker in workers), "the end of all workers", timeout_s
-    )
+    wait_until(lambda: not any(_is_alive(worker) for worker in workers), "the end of all workers", timeout_s)
 
 
 def _is_alive(process: psutil.Process) -> bool:
