@@ -35,6 +35,10 @@ class AttentionGeometry:
     head_norms: bool = True  # queries and keys are normed per head
     projection_biases: bool = False  # of queries, keys and values
     yarn: YarnGeometry | None = None
+    rope_pairs: Literal["halves", "neighbours"] = "halves"  # dims j and j + rope_dims / 2, or 2j and 2j + 1
+    output_bias: bool = False
+    sinks: bool = False  # a learned logit per head takes part in the softmax and adds nothing
+    windows: tuple[int, ...] = ()  # per layer: positions a row sees, its own included; 0 or no entry: all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +59,19 @@ class ExpertGeometry:
 
     num_experts: int
     experts_per_token: int
-    widths: tuple[int, ...]  # F of each layer
+    widths: tuple[int, ...]  # F of each layer; 0: the layer has no routed experts but one MLP of dense_width
     shared_width: int  # 0: no shared expert
     renormalised: bool = True  # the weights of a row's experts are scaled to sum 1
+    dense_width: int = 0
+    shared_gate: bool = True  # the shared expert's result is scaled by a sigmoid of its own
+    scores: Literal["softmax", "sigmoid"] = "softmax"  # of router logits, over all experts
+    router_bias: bool = False  # added to router logits
+    selection_bias: bool = False  # added to scores for the choice alone, not for the weights
+    weight_scale: float = 1.0  # of the weights, after they are renormalised
+    groups: int = 1  # experts are chosen from the best groups_used of so many equal groups
+    groups_used: int = 1
+    biases: bool = False  # every matrix of a routed expert has a bias
+    activation: Literal["swiglu", "clamped-swiglu"] = "swiglu"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
