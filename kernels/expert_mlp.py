@@ -1,5 +1,6 @@
 """The gated feed-forward of one expert, routed or shared."""
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -8,3 +9,25 @@ def swiglu(x_TD: Tensor, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> Ten
     """Return down(silu(gate x) * up x) [T, D]. F is the expert's width."""
     hidden_TF = functional.silu(functional.linear(x_TD, gate_FD), inplace=True)
     return functional.linear(hidden_TF.mul_(functional.linear(x_TD, up_FD)), down_DF)
+
+
+def clamped_swiglu(
+    x_TD: Tensor,
+    gate_FD: Tensor,
+    up_FD: Tensor,
+    down_DF: Tensor,
+    *,
+    biases: tuple[Tensor, Tensor, Tensor],
+    alpha: float = 1.702,
+    limit: float = 7.0,
+) -> Tensor:
+    """Return down(g sigmoid(alpha g) (u + 1)) [T, D]: gpt-oss, whose three matrices have biases [F], [F], [D].
+
+    g is the gate's result, at most limit; u is the other's, between minus limit and limit. The constants are
+    gpt-oss's own; files do not name them.
+    """
+    gate_bias_F, up_bias_F, down_bias_D = biases
+    gate_TF = functional.linear(x_TD, gate_FD, gate_bias_F).clamp_(max=limit)
+    up_TF = functional.linear(x_TD, up_FD, up_bias_F).clamp_(min=-limit, max=limit)
+    hidden_TF = gate_TF * torch.sigmoid(gate_TF * alpha)
+    return functional.linear(hidden_TF.mul_(up_TF.add_(1.0)), down_DF, down_bias_D)
