@@ -9,7 +9,7 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final, Literal, Protocol, TextIO
 
-from strata_coord.coordinator.dashboard_view import dashboard_lines, timing_lines
+from strata_coord.coordinator.dashboard_view import dashboard_lines, has_timings, timing_lines
 from strata_coord.coordinator.plain_log import PlainLog
 from strata_coord.coordinator.printable import printable
 from strata_coord.coordinator.telemetry import DashboardState
@@ -104,7 +104,7 @@ class LiveDashboard:
         self._ended.set()
         thread.join(STOP_S)
         state = self._frame.state
-        if state is not None and state.request is not None and not thread.is_alive():
+        if state is not None and has_timings(state) and not thread.is_alive():
             for line in timing_lines(state):
                 self.note(line)
 

@@ -159,6 +159,11 @@ def table_lines(state: DashboardState, width: int) -> list[str]:
     ]
 
 
+def has_timings(state: DashboardState) -> bool:
+    """Whether a request got far enough for its timings to say anything."""
+    return state.request is not None and state.request.super_chunks_read > 0
+
+
 def timing_lines(state: DashboardState) -> list[str]:
     """Return the per-stage timings of the request, for the end of a launch."""
     lines = []

@@ -3,7 +3,7 @@
 import json
 from typing import TextIO
 
-from strata_coord.coordinator.dashboard_view import timing_lines
+from strata_coord.coordinator.dashboard_view import has_timings, timing_lines
 from strata_coord.coordinator.launch_report import JsonObject
 from strata_coord.coordinator.printable import printable
 from strata_coord.coordinator.telemetry import DashboardState, RequestView
@@ -48,7 +48,7 @@ class PlainLog:
     def stop(self) -> None:
         """Print the per-stage timings of the last request, once."""
         state, self._state = self._state, None
-        if state is None or state.request is None:
+        if state is None or not has_timings(state):
             return
         for view, line in zip(state.stages, timing_lines(state), strict=True):
             clock = view.clock

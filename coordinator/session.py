@@ -86,7 +86,7 @@ class Session:
     def _prompt_text(self) -> str:
         options = self._options
         if options.prompt is not None:
-            return options.prompt
+            return _not_empty("--prompt", options.prompt)
         if options.prompt_file is not None:
             name, data = str(options.prompt_file), _read_file(options.prompt_file)
         else:
@@ -95,7 +95,7 @@ class Session:
             message = f"{name}: longer than {MAX_PROMPT_BYTES} bytes"
             raise ConfigError(message)
         try:
-            return data.decode("utf-8")
+            return _not_empty(name, data.decode("utf-8"))
         except UnicodeDecodeError as error:
             message = f"{name}: not UTF-8 text, byte {error.start}"
             raise ConfigError(message) from None
@@ -303,6 +303,7 @@ class _Printer:
 
         self._decoder = StreamDecoder(tokenizer) if tokenizer is not None else None
         self._is_quiet = is_quiet
+        self._has_written = False
 
     def token(self, token: int) -> str:
         """The text that a token completes; printed unless quiet. Without a vocabulary, the id."""
@@ -312,10 +313,12 @@ class _Printer:
     def finish(self) -> str:
         """What is left of a split character, and the end of the line."""
         text = self._decoder.finish() if self._decoder is not None else ""
-        self._write(text + "\n")
+        if self._has_written or text:
+            self._write(text + "\n")
         return text
 
     def _write(self, text: str) -> str:
+        self._has_written = True
         if not self._is_quiet:
             _print_answer(text, end="")
         return text
@@ -327,6 +330,13 @@ def _print_answer(text: str, *, end: str = "\n") -> None:
 
     sys.stdout.write((escape_control(text, keep="\n\t") if sys.stdout.isatty() else text) + end)
     sys.stdout.flush()
+
+
+def _not_empty(name: str, text: str) -> str:
+    if not text.strip():
+        message = f"{name}: the prompt is empty"
+        raise ConfigError(message)
+    return text
 
 
 def _read_file(path: Path) -> bytes:

@@ -7,6 +7,8 @@ ends, hangs or breaks the protocol is an error that names stage, layer and super
 import contextlib
 import os
 import secrets
+import select
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -26,6 +28,7 @@ from strata_coord.ipc.endpoints import RuntimeDirectory, control_endpoint, new_l
 from strata_coord.ipc.errors import (
     InvariantError,
     ProtocolError,
+    StageError,
     StageFailedError,
     StageLostError,
     StageTimeoutError,
@@ -72,13 +75,22 @@ class StageSet:
     """
 
     def __init__(
-        self, *, plan: LaunchPlan, model: ModelIndex, hang_s: float, start_s: float, debug_delay_s: float
+        self,
+        *,
+        plan: LaunchPlan,
+        model: ModelIndex,
+        hang_s: float,
+        start_s: float,
+        debug_delay_s: float,
+        memory_lock: threading.Lock,
     ) -> None:
+        """memory_lock: held while the stages' memory is closed, for readers in other threads."""
         self.entries: list[StageEntry] = []
         self.is_open = False  # the epoch has begun on all stages
         self._plan = plan
         self._model = model
         self._debug_delay_s = debug_delay_s
+        self._memory_lock = memory_lock
         self._launch = new_launch_id()
         self._secret = secrets.token_bytes(SECRET_BYTES)
         self._watch = StageWatch(hang_s=hang_s, start_s=start_s)
@@ -132,7 +144,10 @@ class StageSet:
             numa_node=plan.numa_node,
             wants_self_binding=plan.numa_node >= 0 and not numactl_works(plan.numa_node),
         )
-        entry.memory.send(entry.worker.channel, bootstrap, tokens)
+        try:
+            entry.memory.send(entry.worker.channel, bootstrap, tokens)
+        except ProtocolError as error:
+            raise self.explained(error) from error
 
     def _end_workers(self, grace_s: float) -> list[str]:
         workers = [entry.worker for entry in self.entries if entry.worker is not None]
@@ -142,9 +157,10 @@ class StageSet:
         return end_workers(workers, grace_s=grace_s)
 
     def _close_memory(self) -> None:
-        entries, self.entries = self.entries, []
-        for entry in entries:
-            entry.memory.close()
+        with self._memory_lock:
+            entries, self.entries = self.entries, []
+            for entry in entries:
+                entry.memory.close()
 
     # --- messages ----------------------------------------------------------------------------------------
 
@@ -192,7 +208,7 @@ class StageSet:
                     entry.reading = StageReading(clock=message.clock, counters=message.counters)
                     news.append(message)
                 case StageFailed():
-                    text = f"stage {message.stage} failed {self._place(message.stage)}: {message.text}"
+                    text = f"stage {message.stage} failed{_where(message)}: {message.text}"
                     failure = StageFailedError(text)
                     failure.add_note(message.trace)
                     raise failure
@@ -271,23 +287,43 @@ class StageSet:
                 continue
             if self._need_server().socket.poll(LAST_WORDS_MS):
                 self.receive()
-            worker.process.wait()
-            text = f"stage {number} {worker.exit_text(self._place(number))}"
-            raise StageLostError(text)
+            raise self._lost(number, worker)
 
-    def check_progress(self) -> None:
-        """Look for stages that hang.
+    def explained(self, error: Exception) -> Exception:
+        """The error, or what explains it better: a channel most often breaks because its worker has ended."""
+        if isinstance(error, StageError):
+            return error
+        for number, entry in enumerate(self.entries):
+            if (
+                entry.worker is not None
+                and select.select([entry.worker.pidfd], [], [], LAST_WORDS_MS / 1e3)[0]
+            ):
+                return self._lost(number, entry.worker)
+        return error
+
+    def _lost(self, number: int, worker: WorkerProcess) -> StageLostError:
+        worker.process.wait()
+        text = f"stage {number} {worker.exit_text(self._place(number))}"
+        return StageLostError(text)
+
+    def check_progress(self, waited_for: int | None) -> None:
+        """Look for stages that hang; waited_for: Pipeline.waited_for.
 
         Raises:
             StageTimeoutError: a stage makes no progress.
             ProtocolError: the control socket's path was taken by another process.
         """
         now_s = time.monotonic()
-        for number, entry in enumerate(self.entries):
-            stuck = self._watch.check(number, entry.memory.status.snapshot(), now_s)
+        snapshots = [entry.memory.status.snapshot() for entry in self.entries]
+        for number, snapshot in enumerate(snapshots):
+            stuck = self._watch.check(number, snapshot, now_s)
             if stuck is not None:
                 text = f"stage {number} {stuck}"
                 raise StageTimeoutError(text)
+        held_up = self._watch.check_stream(waited_for, snapshots, now_s)
+        if held_up is not None:
+            text = f"stage {held_up[0]} {held_up[1]}"
+            raise StageTimeoutError(text)
         if not self._need_server().is_own_path():
             text = "the control socket was replaced by another process"
             raise ProtocolError(text)
@@ -326,3 +362,8 @@ class StageSet:
             text = "the stages are used before they are started"
             raise InvariantError(text)
         return self._server
+
+
+def _where(failed: StageFailed) -> str:
+    where = f" in layer {failed.layer}" if failed.layer >= 0 else ""
+    return where + (f", super-chunk {failed.super_chunk}" if failed.super_chunk >= 0 else "")
