@@ -21,7 +21,7 @@ def clamped_swiglu(
     alpha: float = 1.702,
     limit: float = 7.0,
 ) -> Tensor:
-    """Return down(g sigmoid(alpha g) (u + 1)) [T, D]: gpt-oss, whose three matrices have biases [F], [F], [D].
+    """Return down(g sigmoid(alpha g) (u + 1)) [T, D], as gpt-oss has it; biases are [F], [F] and [D].
 
     g is the gate's result, at most limit; u is the other's, between minus limit and limit. The constants are
     gpt-oss's own; files do not name them.
