@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from strata_coord.coordinator.gguf_metadata import Metadata
+from strata_coord.coordinator.rope_scaling import read_yarn
 from strata_coord.ipc.assignment import (
     AttentionGeometry,
     DeltaNetGeometry,
@@ -35,10 +36,13 @@ class Family:
     """What an architecture's name says and its keys do not."""
 
     gated_attention: bool = False
+    head_norms: bool = True
+    projection_biases: bool = False
     recurrent: bool = False  # most layers are Gated DeltaNet
     head_order: Literal["grouped", "tiled"] = "grouped"
     output_gate: Literal["silu", "sigmoid"] = "silu"
     shared_expert: bool = False
+    renormalised: bool = True
     hyper_connections: bool = False  # also: no attn_norm, no ffn_norm, no output_norm
     sparse_attention: bool = False
     ngram: bool = False
@@ -46,7 +50,19 @@ class Family:
 
 
 FAMILIES: Mapping[str, Family] = {
+    "qwen2moe": Family(head_norms=False, projection_biases=True, shared_expert=True, renormalised=False),
     "qwen3moe": Family(),
+    "qwen3next": Family(
+        gated_attention=True, recurrent=True, shared_expert=True, ffn_norm="post_attention_norm"
+    ),
+    "qwen3vlmoe": Family(),
+    "qwen35moe": Family(
+        gated_attention=True,
+        recurrent=True,
+        head_order="tiled",
+        shared_expert=True,
+        ffn_norm="post_attention_norm",
+    ),
     "qwen4exp": Family(
         gated_attention=True,
         recurrent=True,
@@ -83,7 +99,6 @@ def read_geometry(metadata: Metadata, tensors: Mapping[str, TensorExtent]) -> Mo
     vocabulary = embedding.shape[0]
     if vocabulary > _I32:
         metadata.refuse("token_embd.weight", f"{vocabulary} rows, the limit is {_I32}")
-    _refuse_rope_scaling(keys)
     recurrent = _recurrent_layers(keys, blocks, layers) if family.recurrent else (False,) * layers
     return ModelGeometry(
         architecture=architecture,
@@ -130,12 +145,6 @@ class _Keys:
         self.metadata.refuse(self.prefix + key, problem)
 
 
-def _refuse_rope_scaling(keys: _Keys) -> None:
-    kind = keys.metadata.text(keys.prefix + "rope.scaling.type", default="none")
-    if kind != "none":
-        keys.refuse("rope.scaling.type", f'"{kind}" is not supported; supported is "none"')
-
-
 def _num_real_tokens(metadata: Metadata, vocabulary: int) -> int:
     """Return the vocabulary without the trailing run of padding rows."""
     if "tokenizer.ggml.tokens" in metadata:
@@ -172,13 +181,20 @@ def _attention(keys: _Keys, family: Family, hidden: int) -> AttentionGeometry:
     rope_dims = keys.integer("rope.dimension_count", low=2, high=head_dim, default=head_dim)
     if rope_dims % 2:
         keys.refuse("rope.dimension_count", f"{rope_dims} is odd; dimensions are rotated in pairs")
+    base = keys.number("rope.freq_base", low=1.0, high=1e15, default=10_000.0)
+    yarn = read_yarn(keys.metadata, keys.prefix)
+    if yarn is not None and base == 1.0:
+        keys.refuse("rope.freq_base", "1.0, with which YaRN has no slow and fast rotations")
     return AttentionGeometry(
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         rope_dims=rope_dims,
-        rope_base=keys.number("rope.freq_base", low=1.0, high=1e15, default=10_000.0),
+        rope_base=base,
         gated=family.gated_attention,
+        head_norms=family.head_norms,
+        projection_biases=family.projection_biases,
+        yarn=yarn,
     )
 
 
@@ -203,7 +219,13 @@ def _experts(
         gate = tensors.get("blk.0.ffn_gate_shexp.weight")
         found = gate.shape[0] if gate else None
         shared = keys.integer("expert_shared_feed_forward_length", high=MAX_WIDTH, default=found)
-    return ExpertGeometry(num_experts=count, experts_per_token=used, widths=widths, shared_width=shared)
+    return ExpertGeometry(
+        num_experts=count,
+        experts_per_token=used,
+        widths=widths,
+        shared_width=shared,
+        renormalised=family.renormalised,
+    )
 
 
 def _recurrent_layers(keys: _Keys, blocks: int, layers: int) -> tuple[bool, ...]:

@@ -135,18 +135,18 @@ def _attention_slots(geometry: ModelGeometry, layer: int) -> list[Slot]:
     out = attention.num_heads * attention.head_dim
     query = 2 * out if attention.gated else out
     key = attention.num_kv_heads * attention.head_dim
-    plain: Form = {
-        _name(layer, "attn_q"): (query, hidden),
-        _name(layer, "attn_k"): (key, hidden),
-        _name(layer, "attn_v"): (key, hidden),
-    }
+    rows = {"attn_q": query, "attn_k": key, "attn_v": key}
+    plain: Form = {_name(layer, name): (out_rows, hidden) for name, out_rows in rows.items()}
     fused: Form = {_name(layer, "attn_qkv"): (query + 2 * key, hidden)}
-    slots: list[Slot] = [
-        [plain, fused],
-        [{_name(layer, "attn_output"): (hidden, out)}],
-        [{_name(layer, "attn_q_norm"): (attention.head_dim,)}],
-        [{_name(layer, "attn_k_norm"): (attention.head_dim,)}],
-    ]
+    slots: list[Slot] = [[plain, fused], [{_name(layer, "attn_output"): (hidden, out)}]]
+    if attention.projection_biases:
+        biases: Form = {_name(layer, name, ".bias"): (out_rows,) for name, out_rows in rows.items()}
+        slots.append([biases, {_name(layer, "attn_qkv", ".bias"): (query + 2 * key,)}])
+    if attention.head_norms:
+        slots += [
+            [{_name(layer, "attn_q_norm"): (attention.head_dim,)}],
+            [{_name(layer, "attn_k_norm"): (attention.head_dim,)}],
+        ]
     sparse = geometry.sparse_attention
     if sparse is not None and sparse.compress_ratios[layer]:
         slots += [
@@ -165,11 +165,21 @@ def _delta_net_slots(geometry: ModelGeometry, layer: int) -> list[Slot]:
         raise InvariantError(message)
     values = net.num_value_heads * net.head_dim
     channels = 2 * net.num_key_heads * net.head_dim + values
+    projections: list[Form] = [
+        {_name(layer, "attn_qkv"): (channels, hidden), _name(layer, "attn_gate"): (values, hidden)}
+    ]
+    heads: list[Form] = [
+        {
+            _name(layer, "ssm_alpha"): (net.num_value_heads, hidden),
+            _name(layer, "ssm_beta"): (net.num_value_heads, hidden),
+        }
+    ]
+    if net.head_order == "grouped":  # joint forms lie per key head, which tiled value heads do not
+        projections.append({_name(layer, "ssm_in"): (channels + values, hidden)})
+        heads.insert(0, {_name(layer, "ssm_ba"): (2 * net.num_value_heads, hidden)})
     return [
-        [{_name(layer, "attn_qkv"): (channels, hidden)}],
-        [{_name(layer, "attn_gate"): (values, hidden)}],
-        [{_name(layer, "ssm_alpha"): (net.num_value_heads, hidden)}],
-        [{_name(layer, "ssm_beta"): (net.num_value_heads, hidden)}],
+        projections,
+        heads,
         [{_name(layer, "ssm_conv1d"): (channels, net.conv_kernel)}],
         [{_name(layer, "ssm_a", ""): (net.num_value_heads,)}],
         [{_name(layer, "ssm_dt", ".bias"): (net.num_value_heads,)}],

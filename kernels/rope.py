@@ -3,20 +3,62 @@
 For text, where all three positions of a token are equal, interleaved M-RoPE is this same rotation.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
 
-def rotary_table(positions_T: Tensor, dims: int, base: float) -> tuple[Tensor, Tensor]:
-    """Return (cos, sin), each float32 [T, dims / 2], of integer positions.
+def rotary_frequencies(dims: int, base: float, device: torch.device | None = None) -> Tensor:
+    """Return float32 [dims / 2]: radians per position of each pair of dims."""
+    exponents = torch.arange(0, dims, 2, dtype=torch.float32, device=device) / dims
+    return 1.0 / (base**exponents)
 
-    Angles are products of float32 numbers, as in the models' own code: at long positions a more exact angle
-    is a different one from the angle that the model was trained with.
+
+def yarn_frequencies(
+    dims: int,
+    base: float,
+    *,
+    factor: float,
+    original_tokens: int,
+    beta_fast: float,
+    beta_slow: float,
+    device: torch.device | None = None,
+) -> Tensor:
+    """Return float32 [dims / 2] of a context stretched by factor.
+
+    A pair that turns at least beta_fast times over original_tokens keeps its frequency, one that turns at
+    most beta_slow times has it divided by factor, and between them runs a ramp over the pairs' numbers.
     """
-    exponents = torch.arange(0, dims, 2, dtype=torch.float32, device=positions_T.device) / dims
-    frequencies = 1.0 / (base**exponents)
+    powers = base ** (torch.arange(0, dims, 2, dtype=torch.float32, device=device) / dims)
+    low = max(math.floor(_pair_of_turns(beta_fast, dims, base, original_tokens)), 0)
+    high: float = min(math.ceil(_pair_of_turns(beta_slow, dims, base, original_tokens)), dims - 1)
+    if low == high:
+        high += 0.001  # the ramp is a step, and must not divide by zero
+    pairs = torch.arange(dims // 2, dtype=torch.float32, device=device)
+    kept = 1 - ((pairs - low) / (high - low)).clamp(0, 1)
+    return 1.0 / (factor * powers) * (1 - kept) + 1.0 / powers * kept
+
+
+def _pair_of_turns(turns: float, dims: int, base: float, num_tokens: int) -> float:
+    """Return the number of the pair, not rounded, that turns so many times over num_tokens positions."""
+    return dims * math.log(num_tokens / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+
+def rotary_table(
+    positions_T: Tensor, dims: int, base: float, *, frequencies: Tensor | None = None, magnitude: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Return (cos, sin), each float32 [T, dims / 2], of integer positions, times magnitude.
+
+    frequencies: those of YaRN, on the device of the positions; None: rotary_frequencies(dims, base). Angles
+    are products of float32 numbers, as in the models' own code: at long positions a more exact angle is a
+    different one from the angle that the model was trained with.
+    """
+    if frequencies is None:
+        frequencies = rotary_frequencies(dims, base, positions_T.device)
     angles = positions_T.float().unsqueeze(1) * frequencies
-    return angles.cos(), angles.sin()
+    cos, sin = angles.cos(), angles.sin()
+    return (cos, sin) if magnitude == 1.0 else (cos * magnitude, sin * magnitude)
 
 
 def rotate(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Mixer: causal grouped-query attention with per-head norms, RoPE and, in gated models, an output gate.
+"""Mixer: causal grouped-query attention with RoPE; per-head norms, biases and an output gate by the model.
 
 Projections and rotation run on the sub-chunk as one matrix; each segment then attends to its own sequence.
 """
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from strata_coord.ipc.assignment import AttentionGeometry, ModelGeometry
+from strata_coord.ipc.assignment import AttentionGeometry, ModelGeometry, YarnGeometry
 from strata_coord.kernels.attention import causal_attention
 from strata_coord.kernels.norm import rms_norm
-from strata_coord.kernels.rope import rotary_table, rotate
+from strata_coord.kernels.rope import rotary_table, rotate, yarn_frequencies
 from strata_coord.stage_worker.models.family import LayerWeights, SegmentRows, TensorShapes, require_tensor
 
 Angles = tuple[Tensor, Tensor]
@@ -25,9 +25,10 @@ class Rotary:
     kept.
     """
 
-    def __init__(self, dims: int, base: float, *, kept: int = 64) -> None:
+    def __init__(self, dims: int, base: float, *, yarn: YarnGeometry | None = None, kept: int = 64) -> None:
         self.dims = dims
         self.base = base
+        self.yarn = yarn
         self._kept = kept
         self._tables: dict[tuple[tuple[int, int], ...], Angles] = {}
 
@@ -45,7 +46,21 @@ class Rotary:
 
     def of_positions(self, positions_T: Tensor) -> Angles:
         """Return (cos, sin) of any positions."""
-        return rotary_table(positions_T, self.dims, self.base)
+        yarn = self.yarn
+        if yarn is None:
+            return rotary_table(positions_T, self.dims, self.base)
+        frequencies = yarn_frequencies(
+            self.dims,
+            self.base,
+            factor=yarn.factor,
+            original_tokens=yarn.original_tokens,
+            beta_fast=yarn.beta_fast,
+            beta_slow=yarn.beta_slow,
+            device=positions_T.device,
+        )
+        return rotary_table(
+            positions_T, self.dims, self.base, frequencies=frequencies, magnitude=yarn.magnitude
+        )
 
 
 class Attention:
@@ -63,27 +78,31 @@ class Attention:
     def tensors(self) -> TensorShapes:
         """Return suffix -> torch shape."""
         head_dim, hidden = self.geometry.head_dim, self.hidden_size
-        return {
-            "attn_q.weight": (self.query_rows, hidden),
-            "attn_k.weight": (self.kv_rows, hidden),
-            "attn_v.weight": (self.kv_rows, hidden),
-            "attn_q_norm.weight": (head_dim,),
-            "attn_k_norm.weight": (head_dim,),
-            "attn_output.weight": (hidden, self.geometry.num_heads * head_dim),
-        }
+        rows = {"attn_q": self.query_rows, "attn_k": self.kv_rows, "attn_v": self.kv_rows}
+        shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (out, hidden) for name, out in rows.items()}
+        if self.geometry.projection_biases:
+            shapes |= {f"{name}.bias": (out,) for name, out in rows.items()}
+        if self.geometry.head_norms:
+            shapes |= {"attn_q_norm.weight": (head_dim,), "attn_k_norm.weight": (head_dim,)}
+        shapes["attn_output.weight"] = (hidden, self.geometry.num_heads * head_dim)
+        return shapes
 
     def mix(self, x_TD: Tensor, segments: Sequence[SegmentRows], weights: LayerWeights) -> Tensor:
         """Return y [T, D]; keys and values of the rows join their sequences' states."""
         rows, head_dim = x_TD.shape[0], self.geometry.head_dim
-        q_weight, k_weight, v_weight = self._projections(weights)
-        q = functional.linear(x_TD, q_weight).view(rows, self.geometry.num_heads, -1)
+        q_weight, k_weight, v_weight = self._projections(weights, "weight")
+        q_bias, k_bias, v_bias = (
+            self._projections(weights, "bias") if self.geometry.projection_biases else (None, None, None)
+        )
+        q = functional.linear(x_TD, q_weight, q_bias).view(rows, self.geometry.num_heads, -1)
         gate = None
         if self.geometry.gated:
             q, gate = torch.split(q, head_dim, dim=-1)
-        k = functional.linear(x_TD, k_weight).view(rows, self.geometry.num_kv_heads, head_dim)
-        v = functional.linear(x_TD, v_weight).view(rows, self.geometry.num_kv_heads, head_dim)
-        q = rms_norm(q, require_tensor(weights, "attn_q_norm.weight", self.layer), self.eps)
-        k = rms_norm(k, require_tensor(weights, "attn_k_norm.weight", self.layer), self.eps)
+        k = functional.linear(x_TD, k_weight, k_bias).view(rows, self.geometry.num_kv_heads, head_dim)
+        v = functional.linear(x_TD, v_weight, v_bias).view(rows, self.geometry.num_kv_heads, head_dim)
+        if self.geometry.head_norms:
+            q = rms_norm(q, require_tensor(weights, "attn_q_norm.weight", self.layer), self.eps)
+            k = rms_norm(k, require_tensor(weights, "attn_k_norm.weight", self.layer), self.eps)
         cos, sin = self.rotary.of_rows(segments, x_TD.device)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
 
@@ -107,13 +126,13 @@ class Attention:
         k, v = segment.state.read_kv(self.layer, segment.first_position + segment.count)
         return causal_attention(q_TQD, k, v, segment.first_position)
 
-    def _projections(self, weights: LayerWeights) -> tuple[Tensor, Tensor, Tensor]:
-        fused = weights.get("attn_qkv.weight")
-        if fused is not None and "attn_q.weight" not in weights:
-            q, k, v = torch.split(fused, [self.query_rows, self.kv_rows, self.kv_rows])
+    def _projections(self, weights: LayerWeights, kind: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the query, key and value parts of what the file has: three tensors, or one with all rows."""
+        fused = weights.get(f"attn_qkv.{kind}")
+        if fused is not None and f"attn_q.{kind}" not in weights:
+            # A converter may write a bias as [1, rows]; rows are the first axis of a matrix.
+            rows = fused.flatten() if kind == "bias" else fused
+            q, k, v = torch.split(rows, [self.query_rows, self.kv_rows, self.kv_rows])
             return q, k, v
-        return (
-            require_tensor(weights, "attn_q.weight", self.layer),
-            require_tensor(weights, "attn_k.weight", self.layer),
-            require_tensor(weights, "attn_v.weight", self.layer),
-        )
+        q, k, v = (require_tensor(weights, f"attn_{part}.{kind}", self.layer) for part in "qkv")
+        return q, k, v

@@ -7,10 +7,18 @@ from strata_coord.ipc.assignment import ModelGeometry
 from strata_coord.ipc.errors import ModelError
 from strata_coord.stage_worker.models.family import Family, NgramTable
 from strata_coord.stage_worker.models.qwen3moe import build_qwen3moe
+from strata_coord.stage_worker.models.qwen3next import build_qwen3next
 from strata_coord.stage_worker.models.qwen4exp import build_qwen4exp
 
 BUILDERS: Mapping[str, Callable[[ModelGeometry, NgramTable | None], Family]] = MappingProxyType(
-    {"qwen3moe": build_qwen3moe, "qwen4exp": build_qwen4exp}
+    {
+        "qwen2moe": build_qwen3moe,
+        "qwen3moe": build_qwen3moe,
+        "qwen3next": build_qwen3next,
+        "qwen3vlmoe": build_qwen3moe,
+        "qwen35moe": build_qwen3next,
+        "qwen4exp": build_qwen4exp,
+    }
 )
 
 

@@ -39,7 +39,9 @@ class Experts:
     def route(self, x_TD: Tensor, write_TN: Tensor | None, weights: LayerWeights) -> ExpertHalfInput:
         """Return what the expert half needs of these rows."""
         router = require_tensor(weights, "ffn_gate_inp.weight", self.layer)
-        ids_TK, weights_TK = route(x_TD, router, self.experts.experts_per_token)
+        ids_TK, weights_TK = route(
+            x_TD, router, self.experts.experts_per_token, renormalised=self.experts.renormalised
+        )
         return ExpertHalfInput(
             x_TD=x_TD, ids_TK=ids_TK, weights_TK=weights_TK, shared_TD=None, write_TN=write_TN
         )

@@ -43,7 +43,7 @@ class ExpertHalfInput:
 
     x_TD: Tensor
     ids_TK: Tensor  # int64
-    weights_TK: Tensor  # fp32, sum 1
+    weights_TK: Tensor  # fp32
     shared_TD: Tensor | None  # a shared expert's result that combine must still add; None: routed has it
     write_TN: Tensor | None  # hyper-connection write weights
 

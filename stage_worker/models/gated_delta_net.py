@@ -27,11 +27,12 @@ class GatedDeltaNet:
         self.layer = layer
         self.key_width = delta.num_key_heads * delta.head_dim
         self.value_width = delta.num_value_heads * delta.head_dim
+        self.channels = 2 * self.key_width + self.value_width
 
     def tensors(self) -> TensorShapes:
-        """Return suffix -> torch shape."""
+        """Return suffix -> torch shape of the plain form; _projected and _head_inputs know the others."""
         heads, hidden = self.delta.num_value_heads, self.hidden_size
-        channels = 2 * self.key_width + self.value_width
+        channels = self.channels
         return {
             "attn_qkv.weight": (channels, hidden),
             "attn_gate.weight": (self.value_width, hidden),
@@ -51,9 +52,9 @@ class GatedDeltaNet:
             return require_tensor(weights, name, self.layer)
 
         rows, dim = x_TD.shape[0], self.delta.head_dim
-        u_TC = functional.linear(x_TD, weight("attn_qkv.weight"))
-        beta_TH = torch.sigmoid_(functional.linear(x_TD, weight("ssm_beta.weight")))
-        alpha_TH = functional.linear(x_TD, weight("ssm_alpha.weight"))
+        u_TC, gate_TV = self._projected(x_TD, weights)
+        beta_TH, alpha_TH = self._head_inputs(x_TD, weights)
+        beta_TH = torch.sigmoid(beta_TH)
         # ssm_a already holds -exp(A_log), so g is negative.
         g_TH = functional.softplus(alpha_TH + weight("ssm_dt.bias")) * weight("ssm_a")
 
@@ -74,6 +75,37 @@ class GatedDeltaNet:
                 order=self.delta.head_order,
             )
         normed = rms_norm(out_THV, weight("ssm_norm.weight"), self.eps)
-        gate = functional.linear(x_TD, weight("attn_gate.weight")).view_as(normed)
+        gate = gate_TV.view_as(normed)
         activation = torch.sigmoid if self.delta.output_gate == "sigmoid" else functional.silu
         return functional.linear((normed * activation(gate)).view(rows, -1), weight("ssm_out.weight"))
+
+    def _projected(self, x_TD: Tensor, weights: LayerWeights) -> tuple[Tensor, Tensor]:
+        """Return the rows of queries, keys and values [T, C], and the output gate's [T, V].
+
+        Older files of grouped models have one ssm_in, whose rows lie per key head: its queries, its keys, the
+        values of its r value heads, their gates.
+        """
+        legacy = weights.get("ssm_in.weight")
+        if legacy is None or "attn_qkv.weight" in weights:
+            qkv = require_tensor(weights, "attn_qkv.weight", self.layer)
+            gate = require_tensor(weights, "attn_gate.weight", self.layer)
+            return functional.linear(x_TD, qkv), functional.linear(x_TD, gate)
+        rows, key_heads, dim = x_TD.shape[0], self.delta.num_key_heads, self.delta.head_dim
+        values = self.value_width // key_heads
+        heads = functional.linear(x_TD, legacy).view(rows, key_heads, -1)
+        q, k, v, gate = torch.split(heads, [dim, dim, values, values], dim=-1)
+        return torch.cat([part.reshape(rows, -1) for part in (q, k, v)], dim=1), gate.reshape(rows, -1)
+
+    def _head_inputs(self, x_TD: Tensor, weights: LayerWeights) -> tuple[Tensor, Tensor]:
+        """Return beta's and alpha's inputs, each [T, H].
+
+        Grouped models have one ssm_ba, whose rows lie per key head: beta of its r value heads, then alpha.
+        """
+        joint = weights.get("ssm_ba.weight")
+        if joint is None or "ssm_beta.weight" in weights:
+            beta = require_tensor(weights, "ssm_beta.weight", self.layer)
+            alpha = require_tensor(weights, "ssm_alpha.weight", self.layer)
+            return functional.linear(x_TD, beta), functional.linear(x_TD, alpha)
+        rows, key_heads = x_TD.shape[0], self.delta.num_key_heads
+        heads = functional.linear(x_TD, joint).view(rows, key_heads, 2, -1)
+        return heads[:, :, 0].reshape(rows, -1), heads[:, :, 1].reshape(rows, -1)

@@ -1,97 +1,15 @@
-"""qwen3moe: attention and routed experts on one residual stream.
+"""qwen3moe and the relatives that share its skeleton; the geometry says in what they differ.
 
-x += Attention(rms(x, attn_norm));  x += MoE(rms(x, ffn_norm));  head: output(rms(x, output_norm))
+qwen3moe: attention with head norms, routed experts. qwen3vlmoe: the same; its M-RoPE is plain RoPE for text.
+qwen2moe: biases instead of head norms, a shared expert, weights that do not sum to 1.
 """
 
-from collections.abc import Mapping, Sequence
-
-from torch import Tensor
-
 from strata_coord.ipc.assignment import ModelGeometry
-from strata_coord.kernels.norm import rms_norm
-from strata_coord.stage_worker.models.attention import Attention, Rotary
-from strata_coord.stage_worker.models.experts import Experts
-from strata_coord.stage_worker.models.family import (
-    ExpertHalfInput,
-    LayerWeights,
-    Mixer,
-    NgramTable,
-    SegmentRows,
-    TensorShapes,
-    require_tensor,
-)
-
-OUTPUT_NORM = "output_norm.weight"
+from strata_coord.stage_worker.models.family import NgramTable
+from strata_coord.stage_worker.models.plain_residual import PlainResidualFamily
 
 
-class PlainResidualLayer:
-    """A layer with one residual stream and a norm before each half, whatever the mixer."""
-
-    def __init__(self, geometry: ModelGeometry, index: int, mixer: Mixer, *, expert_norm: str) -> None:
-        self.index = index
-        self.mixer = mixer
-        self.experts = Experts(geometry, index)
-        self.expert_norm = expert_norm
-        self.hidden_size = geometry.hidden_size
-        self.eps = geometry.rms_epsilon
-
-    def dense_tensors(self) -> TensorShapes:
-        """Return suffix -> torch shape."""
-        return {
-            "attn_norm.weight": (self.hidden_size,),
-            self.expert_norm: (self.hidden_size,),
-            **self.mixer.tensors(),
-            **self.experts.tensors(),
-        }
-
-    def attention_half(
-        self, rows_TW: Tensor, segments: Sequence[SegmentRows], weights: LayerWeights
-    ) -> ExpertHalfInput:
-        """Run mixer and router; rows take the mixer's result in place."""
-        x_TD = rms_norm(rows_TW, require_tensor(weights, "attn_norm.weight", self.index), self.eps)
-        rows_TW.add_(self.mixer.mix(x_TD, segments, weights))
-        x_TD = rms_norm(rows_TW, require_tensor(weights, self.expert_norm, self.index), self.eps)
-        return self.experts.route(x_TD, None, weights)
-
-    def shared_expert(self, x_TD: Tensor, weights: LayerWeights) -> Tensor | None:
-        """Return the shared expert's result, None without one."""
-        return self.experts.shared(x_TD, weights)
-
-    def combine(self, rows_TW: Tensor, routed_TD: Tensor, half: ExpertHalfInput) -> None:
-        """Add the experts' sum to the rows."""
-        if half.shared_TD is not None:
-            routed_TD = routed_TD + half.shared_TD
-        rows_TW.add_(routed_TD)
-
-
-class Qwen3Moe:
-    """The qwen3moe family."""
-
-    def __init__(self, geometry: ModelGeometry) -> None:
-        self.geometry = geometry
-        rotary = Rotary(geometry.attention.rope_dims, geometry.attention.rope_base)
-        self.layers = tuple(
-            PlainResidualLayer(
-                geometry, index, Attention(geometry, index, rotary), expert_norm="ffn_norm.weight"
-            )
-            for index in range(geometry.num_layers)
-        )
-
-    def embed(self, embeddings_TD: Tensor) -> Tensor:
-        """Return the embeddings: they are the residual rows."""
-        return embeddings_TD
-
-    def head_tensors(self) -> TensorShapes:
-        """Return full name -> torch shape."""
-        return {OUTPUT_NORM: (self.geometry.hidden_size,)}
-
-    def head(self, rows_TW: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-        """Return the normed rows."""
-        norm = require_tensor(weights, OUTPUT_NORM, self.geometry.num_layers)
-        return rms_norm(rows_TW, norm, self.geometry.rms_epsilon)
-
-
-def build_qwen3moe(geometry: ModelGeometry, table: NgramTable | None) -> Qwen3Moe:
+def build_qwen3moe(geometry: ModelGeometry, table: NgramTable | None) -> PlainResidualFamily:
     """Return the family for a model's sizes."""
     del table
-    return Qwen3Moe(geometry)
+    return PlainResidualFamily(geometry, expert_norm="ffn_norm.weight")

@@ -97,7 +97,8 @@ class Qwen4Exp:
         self.geometry = geometry
         self.hyper = hyper
         self._table = table
-        self._rotary = Rotary(geometry.attention.rope_dims, geometry.attention.rope_base)
+        attention = geometry.attention
+        self._rotary = Rotary(attention.rope_dims, attention.rope_base, yarn=attention.yarn)
         self.layers = tuple(
             HyperConnectedLayer(geometry, hyper, index, self._mixer(index), self._ngram(index))
             for index in range(geometry.num_layers)

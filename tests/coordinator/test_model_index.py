@@ -5,10 +5,16 @@ from pathlib import Path
 import handmade_gguf as made
 import pytest
 
+from strata_coord.coordinator.model_geometry import FAMILIES
 from strata_coord.coordinator.model_index import ModelIndex, load_model_index
 from strata_coord.ipc.errors import ModelError
 
 Model = tuple[dict[str, object], dict[str, tuple[int, ...]]]
+YARN: dict[str, object] = {
+    "rope__scaling__type": "yarn",
+    "rope__scaling__factor": 4.0,
+    "rope__scaling__original_context_length": 64,
+}
 
 
 def load(tmp_path: Path, model: Model) -> ModelIndex:
@@ -248,7 +254,7 @@ def test_an_unsupported_architecture_names_the_supported_ones(tmp_path: Path) ->
     values, shapes = made.qwen3moe()
     values["general.architecture"] = "lla\x1bma"
     message = refusal(tmp_path, (values, shapes))
-    assert '"lla\\x1bma" is not supported; supported are qwen3moe, qwen4exp' in message
+    assert f'"lla\\x1bma" is not supported; supported are {", ".join(FAMILIES)}' in message
 
 
 @pytest.mark.parametrize(
@@ -265,7 +271,18 @@ def test_an_unsupported_architecture_names_the_supported_ones(tmp_path: Path) ->
         (made.qwen3moe, {"attention__value_length": 16}, "16, expected key_length 8"),
         (made.qwen3moe, {"rope__dimension_count": 7}, "7 is odd"),
         (made.qwen3moe, {"rope__freq_base": float("nan")}, "nan is outside"),
-        (made.qwen3moe, {"rope__scaling__type": "yarn"}, '"yarn" is not supported'),
+        (made.qwen3moe, {"rope__scaling__type": "linear"}, '"linear" is not supported'),
+        (made.qwen3moe, {"rope__scaling__type": "yarn"}, "rope.scaling.factor: missing"),
+        (made.qwen3moe, YARN | {"rope__scaling__factor": 0.5}, "0.5 is outside 1.0 to"),
+        (made.qwen3moe, YARN | {"rope__scaling__original_context_length": None}, "length: missing"),
+        (
+            made.qwen3moe,
+            YARN | {"rope__scaling__yarn_ext_factor": 0.5},
+            "0.5 is not supported; supported is 1",
+        ),
+        (made.qwen3moe, YARN | {"rope__scaling__yarn_log_multiplier": 0.1}, "yarn_log_multiplier: 0.1"),
+        (made.qwen3moe, YARN | {"rope__scaling__yarn_beta_slow": 64.0}, "64.0, above yarn_beta_fast 32.0"),
+        (made.qwen3moe, YARN | {"rope__freq_base": 1.0}, "YaRN has no slow and fast rotations"),
         (made.qwen3moe, {"attention__layer_norm_rms_epsilon": float("inf")}, "inf is outside"),
         (made.qwen3moe, {"expert_feed_forward_length": [16, 16, 16]}, "3 elements, expected 2"),
         (

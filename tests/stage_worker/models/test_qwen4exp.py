@@ -7,8 +7,9 @@ import torch
 from layer_oracle import EOS, MemoryTable, TinyModel, relative, tiny_geometry_qwen4exp, tiny_qwen4exp
 from torch import Tensor
 
+from strata_coord.coordinator.model_geometry import FAMILIES
 from strata_coord.ipc.errors import ModelError
-from strata_coord.stage_worker.models.catalog import build_family
+from strata_coord.stage_worker.models.catalog import BUILDERS, build_family
 from strata_coord.stage_worker.models.family import SegmentRows
 from strata_coord.stage_worker.sequence_state import StatePool
 
@@ -243,5 +244,10 @@ def test_sizes_that_cannot_work_are_refused() -> None:
 
 
 def test_unknown_architectures_are_refused() -> None:
-    with pytest.raises(ModelError, match="'llama' is not supported; supported: qwen3moe, qwen4exp"):
-        build_family(replace(tiny_geometry_qwen4exp(), architecture="llama"), table=None)
+    supported = ", ".join(sorted(BUILDERS))
+    with pytest.raises(ModelError, match=f"'nosuch' is not supported; supported: {supported}"):
+        build_family(replace(tiny_geometry_qwen4exp(), architecture="nosuch"), table=None)
+
+
+def test_the_header_reader_and_the_stages_know_the_same_architectures() -> None:
+    assert set(BUILDERS) == set(FAMILIES)
