@@ -10,7 +10,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 
 import zmq
 
@@ -31,9 +30,8 @@ from strata_coord.coordinator.pipeline import (
     WriteToken,
 )
 from strata_coord.coordinator.plan import LaunchPlan, PromptPlan
-from strata_coord.coordinator.request_meter import RequestFigures, RequestMeter
+from strata_coord.coordinator.request_meter import RequestMeter
 from strata_coord.coordinator.requests import (
-    GenerationEvent,
     GenerationFinished,
     GenerationRequest,
     TokenGenerated,
@@ -42,35 +40,15 @@ from strata_coord.coordinator.scheduler import PrefillShape, SchedulerLimits, Se
 from strata_coord.coordinator.shared_memory import TokenTable
 from strata_coord.coordinator.stage_facts import StageIdentity
 from strata_coord.coordinator.stage_set import EPOCH, INCARNATION, StageSet
+from strata_coord.coordinator.submission import Submission
 from strata_coord.coordinator.telemetry import DashboardState, StageFacts, Telemetry
 from strata_coord.ipc.bootstrap import logits_label
-from strata_coord.ipc.errors import InvariantError, StrataError
+from strata_coord.ipc.errors import InvariantError, StageError, StrataError
 from strata_coord.ipc.host_memory import send_descriptors
 from strata_coord.ipc.messages import RunSuperChunk, StageReady, SuperChunkDone
 from strata_coord.ipc.status_page import StatusEvent
 
 POLL_MS = 200
-
-
-@dataclass(slots=True, kw_only=True)
-class Ending:
-    """The last entry of a submission's events."""
-
-    finished: GenerationFinished
-    figures: RequestFigures | None
-
-
-@dataclass(slots=True, kw_only=True)
-class Submission:
-    """A request as the loop holds it."""
-
-    sequence: int
-    request: GenerationRequest
-    plan: PromptPlan
-    meter: RequestMeter | None = None
-    finished: GenerationFinished | None = None  # held back until every stage has reported the prompt
-    logits_fd: int = -1
-    events: "queue.SimpleQueue[GenerationEvent | Ending]" = field(default_factory=queue.SimpleQueue)
 
 
 class ControlLoop(threading.Thread):
@@ -83,16 +61,23 @@ class ControlLoop(threading.Thread):
         self.failure: StrataError | None = None
         self._plan = plan
         self._model = model
+        self._lock = threading.Lock()  # guards telemetry, and the status pages against their closing
         self._stages = StageSet(
-            plan=plan, model=model, hang_s=hang_s, start_s=start_s, debug_delay_s=debug_delay_s
+            plan=plan,
+            model=model,
+            hang_s=hang_s,
+            start_s=start_s,
+            debug_delay_s=debug_delay_s,
+            memory_lock=self._lock,
         )
         self._tokens: TokenTable | None = None
         self._pipeline = Pipeline(_limits(plan), epoch=EPOCH)
         self._submissions: dict[int, Submission] = {}
         self._next_sequence = 1
         self._mail: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._mail_lock = threading.Lock()  # guards the wake-up descriptor against its closing
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._lock = threading.Lock()  # guards telemetry, and the status pages against their closing
+        self._is_over = False  # takes no mail any more
         self._telemetry = Telemetry(_facts(plan))
         self._is_ready = threading.Event()
         self._stopping = False
@@ -110,10 +95,9 @@ class ControlLoop(threading.Thread):
         """Queue a request.
 
         Raises:
-            StrataError: the pipeline is lost, or the logits file cannot be written.
+            StrataError: the pipeline is lost or closed, or the logits file cannot be written.
         """
-        if self.failure is not None:
-            raise self.failure
+        self._check_open()
         with self._lock:
             submission = Submission(sequence=self._next_sequence, request=request, plan=plan)
             self._next_sequence += 1
@@ -124,7 +108,9 @@ class ControlLoop(threading.Thread):
                 vocabulary_size=self._model.geometry.vocabulary_size,
             )
         accepted_ns = time.monotonic_ns()
-        self._post(lambda: self._accept(submission, accepted_ns))
+        if not self._post(lambda: self._accept(submission, accepted_ns)):
+            submission.close_logits()
+            self._check_open()
         return submission
 
     def cancel(self, sequence: int) -> None:
@@ -160,15 +146,35 @@ class ControlLoop(threading.Thread):
 
     def stop(self, grace_s: float) -> list[str]:
         """End everything; returns a line for each worker that had to be killed. May be called twice."""
-        if self.ident is not None:
+        if self.ident is None:
+            self._take_no_more_mail()
+        else:
             self._grace_s = grace_s
             self._post(self._stop_serving)
             self.join()
         return self._end_lines
 
-    def _post(self, action: Callable[[], None]) -> None:
-        self._mail.put(action)
-        os.eventfd_write(self._wake_fd, 1)
+    def _check_open(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+        if self._is_over:
+            message = "the engine is closed"
+            raise StageError(message)
+
+    def _post(self, action: Callable[[], None]) -> bool:
+        """Hand an action to the thread; False if it takes none any more."""
+        with self._mail_lock:
+            if self._is_over:
+                return False
+            self._mail.put(action)
+            os.eventfd_write(self._wake_fd, 1)
+            return True
+
+    def _take_no_more_mail(self) -> None:
+        with self._mail_lock:
+            if not self._is_over:
+                self._is_over = True
+                os.close(self._wake_fd)
 
     def _stop_serving(self) -> None:
         self._stopping = True
@@ -189,14 +195,15 @@ class ControlLoop(threading.Thread):
                 try:
                     self._serve()
                 except Exception as error:  # told to the callers before the workers are ended
-                    self._lose(error)
+                    self._lose(self._stages.explained(error))
         except Exception as error:
             self._lose(error)
         finally:
-            self._is_ready.set()
-            self._drain_mail()
+            self._take_no_more_mail()
+            self._read_mail()
             for submission in list(self._submissions.values()):
-                self._end(submission, GenerationFinished(reason="cancelled"))
+                self._end(submission, submission.finished or GenerationFinished(reason="cancelled"))
+            self._is_ready.set()
 
     def _serve(self) -> None:
         poller = zmq.Poller()
@@ -204,7 +211,9 @@ class ControlLoop(threading.Thread):
         self._stages.register(poller)
         while not self._stopping:
             ready = dict(poller.poll(POLL_MS))
-            self._drain_mail()
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake_fd)
+            self._read_mail()
             for news in self._stages.receive():
                 if isinstance(news, StageReady):
                     self._show_stage(news)
@@ -213,7 +222,7 @@ class ControlLoop(threading.Thread):
             if self._stages.is_open:
                 self._is_ready.set()
             self._stages.check_processes(ready)
-            self._stages.check_progress()
+            self._stages.check_progress(self._pipeline.waited_for)
 
     def _lose(self, error: Exception) -> None:
         """The pipeline cannot go on: tell every request why."""
@@ -227,9 +236,7 @@ class ControlLoop(threading.Thread):
                 self._tell(command)
         self._is_ready.set()
 
-    def _drain_mail(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake_fd)
+    def _read_mail(self) -> None:
         while True:
             try:
                 action = self._mail.get_nowait()
@@ -273,6 +280,8 @@ class ControlLoop(threading.Thread):
             self._end(submission, GenerationFinished(reason="error", error=str(self.failure)))
             return
         self._submissions[submission.sequence] = submission
+        if self._is_over:
+            return  # run() ends it with the others
         request, plan, entries = submission.request, submission.plan, self._stages.entries
         submission.meter = RequestMeter(
             accepted_ns=accepted_ns,
@@ -303,6 +312,8 @@ class ControlLoop(threading.Thread):
         )
 
     def _handle(self, event: Event) -> None:
+        if self._is_over:
+            return
         for command in self._pipeline.handle(event, time.monotonic_ns()):
             self._carry_out(command)
 
@@ -365,12 +376,7 @@ class ControlLoop(threading.Thread):
 
     def _end(self, submission: Submission, finished: GenerationFinished) -> None:
         self._submissions.pop(submission.sequence, None)
-        if submission.logits_fd >= 0:
-            os.close(submission.logits_fd)
-            submission.logits_fd = -1
-        meter = submission.meter
-        figures = meter.figures() if meter is not None and meter.is_complete else None
-        submission.events.put(Ending(finished=finished, figures=figures))
+        submission.end(finished)
 
 
 def _limits(plan: LaunchPlan) -> SchedulerLimits:

@@ -8,11 +8,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from strata_coord.coordinator.control_loop import ControlLoop, Ending, Submission
+from strata_coord.coordinator.control_loop import ControlLoop
 from strata_coord.coordinator.model_index import ModelIndex
 from strata_coord.coordinator.plan import LaunchPlan, PromptPlan
 from strata_coord.coordinator.requests import GenerationEvent, GenerationFinished, GenerationRequest
 from strata_coord.coordinator.stage_facts import StageIdentity
+from strata_coord.coordinator.submission import Ending, Submission
 from strata_coord.coordinator.telemetry import DashboardState
 from strata_coord.ipc.errors import RequestError, StrataError
 from strata_coord.ipc.status_page import StatusEvent

@@ -162,6 +162,14 @@ class Pipeline:
         """The super-chunks that have not passed all stages, by index."""
         return {index: entry.super_chunk for index, entry in self._in_flight.items()}
 
+    @property
+    def waited_for(self) -> int | None:
+        """The first stage that has not finished the oldest super-chunk in flight; None: nothing is."""
+        if not self._in_flight:
+            return None
+        done = self._in_flight[min(self._in_flight)].stages_done
+        return min(set(range(self._num_stages)) - done)
+
     def _issue(self) -> list[Command]:
         commands: list[Command] = []
         while True:

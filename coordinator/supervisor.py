@@ -1,9 +1,12 @@
 """Pure: is a stage stuck? Judged by the progress words of its status page and a deadline per phase.
 
 A stage may wait for the coordinator or for a neighbour for as long as it likes; in every other phase its
-progress counter must move. The phase, layer and super-chunk of the last reading name the place.
+progress counter must move. A stage that was stopped while it waited looks patient for ever, so the stream as
+a whole must move too while anything is in flight. The phase, layer and super-chunk of the last reading name
+the place.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from strata_coord.ipc.status_page import StagePhase, StatusSnapshot
@@ -32,6 +35,7 @@ class StageWatch:
         self._hang_s = hang_s
         self._start_s = start_s
         self._readings: dict[int, _Reading] = {}
+        self._stream: _Reading | None = None  # all stages together; None: nothing is in flight
 
     def started(self, stage: int, now_s: float) -> None:
         """A worker's process was started."""
@@ -45,11 +49,39 @@ class StageWatch:
         ):
             reading.progress, reading.since_s = snapshot.progress, now_s
             return None
-        limit_s = self._start_s if snapshot is None else self._hang_s
+        limit_s = self._hang_s
+        if snapshot is None or snapshot.phase is StagePhase.STARTING:
+            limit_s = max(self._start_s, limit_s)  # libraries load for a minute from a cold drive
         silent_s = now_s - reading.since_s
-        if silent_s <= limit_s:
+        return None if silent_s <= limit_s else _silence(silent_s, snapshot)
+
+    def check_stream(
+        self, waited_for: int | None, snapshots: Sequence[StatusSnapshot | None], now_s: float
+    ) -> tuple[int, str] | None:
+        """The stage that holds everybody up, and one line about it, or None while anything moves.
+
+        waited_for: the first stage that has not finished the oldest super-chunk in flight; None: nothing is.
+        """
+        progress = sum(snapshot.progress for snapshot in snapshots if snapshot is not None)
+        stream = self._stream
+        if waited_for is None or stream is None or stream.progress != progress:
+            self._stream = None if waited_for is None else _Reading(progress=progress, since_s=now_s)
             return None
-        return f"made no progress for {silent_s:.0f} s {place(snapshot)}"
+        silent_s = now_s - stream.since_s
+        if silent_s <= self._hang_s:
+            return None
+        stage = waited_for
+        while stage + 1 < len(snapshots) and _waits_for_slot(snapshots[stage]):
+            stage += 1  # its slots come from the stage after it
+        return stage, _silence(silent_s, snapshots[stage])
+
+
+def _waits_for_slot(snapshot: StatusSnapshot | None) -> bool:
+    return snapshot is not None and snapshot.phase is StagePhase.WAITING_SLOT
+
+
+def _silence(silent_s: float, snapshot: StatusSnapshot | None) -> str:
+    return f"made no progress for {silent_s:.0f} s {place(snapshot)}"
 
 
 def place(snapshot: StatusSnapshot | None) -> str:
