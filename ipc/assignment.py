@@ -73,6 +73,10 @@ class ExpertGeometry:
     biases: bool = False  # every matrix of a routed expert has a bias
     activation: Literal["swiglu", "clamped-swiglu"] = "swiglu"
 
+    def count(self, layer: int) -> int:
+        """Routed experts of a layer: all of them, or none."""
+        return self.num_experts if self.widths[layer] else 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HyperConnectionGeometry:

@@ -67,8 +67,7 @@ class ExpertTiers:
         """Read the expert's parts from the file into target, host uint8 [blob bytes], as one blob."""
         view = target.numpy().data
         for part in self.layouts[layer].parts:
+            file, offset = part.file_place(expert)
             self._reader.read_into(
-                view[part.offset_bytes : part.offset_bytes + part.num_bytes],
-                file=part.extent.file,
-                offset_bytes=part.file_offset(expert),
+                view[part.offset_bytes : part.offset_bytes + part.num_bytes], file=file, offset_bytes=offset
             )

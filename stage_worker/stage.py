@@ -94,7 +94,9 @@ class Stage:
 
         table = tensors.get(NGRAM_TABLE)
         self._family = build_family(geometry, table=FileNgramTable(table, self._reader) if table else None)
-        layouts = [expert_blob_layout(layer, tensors) for layer in layers]
+        layouts = [
+            expert_blob_layout(layer, tensors, num_experts=geometry.experts.count(layer)) for layer in layers
+        ]
         self._tiers = ExpertTiers(
             layouts=layouts,
             residency=place_experts(
@@ -306,7 +308,7 @@ def _dense_groups(
     tensors: Mapping[str, TensorExtent], layouts: Sequence[BlobLayout], *, layers: range, is_last: bool
 ) -> dict[str, dict[str, TensorExtent]]:
     """Everything that is neither an expert, nor read row by row: a group per layer, the head, the output."""
-    experts = {part.extent.name for layout in layouts for part in layout.parts}
+    experts = {extent.name for layout in layouts for part in layout.parts for extent in part.extents}
     dense = {name: extent for name, extent in tensors.items() if name not in experts and name != NGRAM_TABLE}
     groups: dict[str, dict[str, TensorExtent]] = {}
     for layer in layers:
