@@ -155,7 +155,7 @@ def test_logits_of_requests_side_by_side_are_the_oracles(
 def test_an_unwritable_logits_file_fails_the_one_request(
     two_stages: Rig, ids: list[int], fresh: list[int]
 ) -> None:
-    with pytest.raises(ConfigError, match="/nonexistent/l.npy: No such file"):
+    with pytest.raises(ConfigError, match=r"/nonexistent/l\.npy: No such file"):
         two_stages.submit(ids, logits=Path("/nonexistent/l.npy"))
     assert answer(two_stages.submit(ids, max_tokens=ANSWER)).tokens == fresh
 
