@@ -112,6 +112,7 @@ class _Request:
 class _InFlight:
     super_chunk: SuperChunk
     stages_done: set[int] = field(default_factory=set)
+    arrived_not_finite: dict[int, int] = field(default_factory=dict)  # sequence -> first stage that says so
 
 
 class Pipeline:
@@ -194,16 +195,40 @@ class Pipeline:
             )
             raise ProtocolError(message)
         entry.stages_done.add(done.stage)
-        commands: list[Command] = []
+        commands = self._not_finite(entry, done)
         if done.stage == self._num_stages - 1:
             if not done.cancelled:
                 commands += self._rows_read(entry.super_chunk)
             for sampled in done.tokens:
-                commands += self._token(sampled, now_ns)
+                commands += self._token(sampled, done, now_ns)
         if len(entry.stages_done) == self._num_stages:
+            for sequence, stage in entry.arrived_not_finite.items():
+                commands += self._fail_not_finite(sequence, f"stage {stage}, rows received", done.index)
             del self._in_flight[done.index]
             self._scheduler.passed_all_stages(done.index)
         return commands
+
+    def _not_finite(self, entry: _InFlight, done: SuperChunkDone) -> list[Command]:
+        """Fail the requests that the stage gives up.
+
+        A later stage sees the rows of an earlier one, and its report may come first: where they arrived
+        like that, the stage that they come from is heard before.
+        """
+        commands: list[Command] = []
+        for found in done.not_finite:
+            if found.layer < 0 and done.stage > 0:
+                first = min(done.stage, entry.arrived_not_finite.get(found.sequence, done.stage))
+                entry.arrived_not_finite[found.sequence] = first
+                continue
+            where = f"layer {found.layer}" if found.layer >= 0 else "embedding"
+            commands += self._fail_not_finite(found.sequence, f"stage {done.stage}, {where}", done.index)
+        return commands
+
+    def _fail_not_finite(self, sequence: int, where: str, index: int) -> list[Command]:
+        request = self._requests.get(sequence)
+        if request is None:
+            return []
+        return self._finish(request, "error", f"{where}, super-chunk {index}: values are not finite")
 
     def _rows_read(self, super_chunk: SuperChunk) -> list[Command]:
         commands: list[Command] = []
@@ -218,13 +243,15 @@ class Pipeline:
             commands.append(Tell(sequence=segment.sequence, event=progress))
         return commands
 
-    def _token(self, sampled: SampledToken, now_ns: int) -> list[Command]:
+    def _token(self, sampled: SampledToken, done: SuperChunkDone, now_ns: int) -> list[Command]:
         request = self._requests.get(sampled.sequence)
         if request is None:
             return []  # cancelled while the token was on its way
         sequence = request.sequence
         if sampled.token == NOT_FINITE:
-            return self._finish(request, "error", f"the logits at position {sampled.position} are not finite")
+            where = f"stage {done.stage}, head, super-chunk {done.index}"
+            error = f"{where}: the logits at position {sampled.position} are not finite"
+            return self._finish(request, "error", error)
         if request.generated >= sequence.max_tokens:
             return self._finish(request, "length")
         request.generated += 1

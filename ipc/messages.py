@@ -87,6 +87,14 @@ class SampledToken:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NotFinite:
+    """A sequence whose rows are NaN or infinite: its request fails, the others of the super-chunk go on."""
+
+    sequence: int
+    layer: int  # where it was seen first; -1: the rows came in like that, from the embedding or a stage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageClock:
     """Where a stage's time went since it was ready; the parts sum to the wall time by construction."""
 
@@ -159,6 +167,7 @@ class SuperChunkDone:
     tokens: tuple[SampledToken, ...]
     clock: StageClock
     counters: ByteCounters
+    not_finite: tuple[NotFinite, ...] = ()  # sequences that this stage gives up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,7 @@ _MINUS_ONE_MEANS_NONE = frozenset(
         ("Hello", "numa_node"),
         ("Bootstrap", "numa_node"),
         ("SampledToken", "token"),
+        ("NotFinite", "layer"),
         ("StageFailed", "layer"),
         ("StageFailed", "super_chunk"),
         ("StageAssignment", "numa_node"),

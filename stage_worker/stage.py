@@ -12,7 +12,7 @@ import torch
 
 from strata_coord.ipc.assignment import StageAssignment, TensorExtent
 from strata_coord.ipc.errors import InvariantError
-from strata_coord.ipc.messages import SampledToken, Segment, SuperChunk
+from strata_coord.ipc.messages import NotFinite, SampledToken, Segment, SuperChunk
 from strata_coord.stage_worker.backend import Backend, CpuBackend
 from strata_coord.stage_worker.blobs import BlobLayout, expert_blob_layout
 from strata_coord.stage_worker.byte_reader import ByteReader
@@ -63,6 +63,7 @@ class SuperChunkResult:
 
     cancelled: bool
     tokens: tuple[SampledToken, ...]
+    not_finite: tuple[NotFinite, ...] = ()
 
 
 class Stage:
@@ -139,7 +140,7 @@ class Stage:
             dtype=torch.float32,
             device=self._backend.device,
         )
-        self._lost: set[int] = set()  # sequences of which a walk was given up: their state is of no use
+        self._lost: set[int] = set()  # sequences given up, alone or with a walk: their state is of no use
         self._walk = Walk(
             family=self._family,
             first_layer=assignment.first_layer,
@@ -196,15 +197,7 @@ class Stage:
         Raises:
             InvariantError: the super-chunk has more rows than the plan made room for.
         """
-        for operation in super_chunk.operations:
-            self._lost.discard(operation.sequence)
-            if operation.kind == "create":
-                self._states.create(operation.sequence)
-            else:
-                self._states.drop(operation.sequence)
-        for segment in super_chunk.segments:
-            # All pages of all segments first: running out inside a layer would leave some segments ahead.
-            self._states.get(segment.sequence).reserve(segment.first_position + segment.count)
+        self._apply_operations(super_chunk)
         num_rows = super_chunk.rows
         if num_rows > self._rows.shape[0]:
             message = (
@@ -221,13 +214,14 @@ class Stage:
             def everything_cancelled() -> bool:
                 return all(is_cancelled(segment) for segment in super_chunk.segments)
 
-            finished = (
-                has_rows
-                and bool(super_chunk.segments)
-                and self._walk_live(super_chunk, rows_SW, token_ids, is_cancelled=everything_cancelled)
-            )
-            if not finished:
+            walked: tuple[NotFinite, ...] | None = None
+            if has_rows and super_chunk.segments:
+                walked = self._walk_live(super_chunk, rows_SW, token_ids, is_cancelled=everything_cancelled)
+            finished = walked is not None
+            if walked is None:
                 self._lost.update(segment.sequence for segment in super_chunk.segments)
+            else:
+                self._lost.update(found.sequence for found in walked)
             if outbound is not None:
                 if finished:
                     outbound.send(super_chunk, rows_SW)
@@ -238,7 +232,22 @@ class Stage:
                 self._head.write_logits(super_chunk, rows_SW, logits_files or {})
                 drawn = self._head.sample(super_chunk, rows_SW)
                 tokens = [token for token in drawn if token.sequence not in self._lost]
-        return SuperChunkResult(cancelled=not finished and bool(super_chunk.segments), tokens=tuple(tokens))
+        return SuperChunkResult(
+            cancelled=not finished and bool(super_chunk.segments),
+            tokens=tuple(tokens),
+            not_finite=walked or (),
+        )
+
+    def _apply_operations(self, super_chunk: SuperChunk) -> None:
+        for operation in super_chunk.operations:
+            self._lost.discard(operation.sequence)
+            if operation.kind == "create":
+                self._states.create(operation.sequence)
+            else:
+                self._states.drop(operation.sequence)
+        for segment in super_chunk.segments:
+            # All pages of all segments first: running out inside a layer would leave some segments ahead.
+            self._states.get(segment.sequence).reserve(segment.first_position + segment.count)
 
     def _walk_live(
         self,
@@ -247,26 +256,27 @@ class Stage:
         token_ids: Sequence[torch.Tensor],
         *,
         is_cancelled: Callable[[], bool],
-    ) -> bool:
-        """Walk the rows of all sequences but the lost ones; False if that is none, or if given up.
+    ) -> tuple[NotFinite, ...] | None:
+        """Walk the rows of all sequences but the lost ones; None if that is none, or if given up.
 
         A cancelled prompt's last rows may share a super-chunk, issued before the cancel, with other prompts.
-        Those go on; its own rows cannot, since its state ends at another position in each layer.
+        Those go on; its own rows cannot, since its state ends at another position in each layer. The same
+        holds for a sequence whose values were not finite: its state has them too.
         """
         segments = super_chunk.segments
         live = [at for at, segment in enumerate(segments) if segment.sequence not in self._lost]
         if len(live) == len(segments):
             return self._walk.run(super_chunk, rows_SW, token_ids, is_cancelled=is_cancelled)
         if not live:
-            return False
+            return None
         is_live_S = torch.cat(
             [torch.full((segment.count,), segment.sequence not in self._lost) for segment in segments]
         ).to(rows_SW.device)
         live_SW = rows_SW[is_live_S]
         part = replace(super_chunk, segments=tuple(segments[at] for at in live))
-        finished = self._walk.run(part, live_SW, [token_ids[at] for at in live], is_cancelled=is_cancelled)
+        not_finite = self._walk.run(part, live_SW, [token_ids[at] for at in live], is_cancelled=is_cancelled)
         rows_SW[is_live_S] = live_SW
-        return finished
+        return not_finite
 
     def device_bytes(self) -> int:
         """Bytes of weights and experts held in device memory."""

@@ -15,10 +15,11 @@ from typing import Protocol
 
 import torch
 
-from strata_coord.ipc.messages import SuperChunk
+from strata_coord.ipc.messages import NotFinite, SuperChunk
 from strata_coord.stage_worker.backend import Backend, Stream
 from strata_coord.stage_worker.dense import DenseWeights
 from strata_coord.stage_worker.expert_half import ExpertHalf, group_by_expert
+from strata_coord.stage_worker.finite_guard import FiniteGuard
 from strata_coord.stage_worker.models.family import ExpertHalfInput, Family, Layer, SegmentRows
 from strata_coord.stage_worker.residency import Residency
 from strata_coord.stage_worker.sequence_state import StatePool
@@ -110,11 +111,12 @@ class Walk:
         token_ids: Sequence[torch.Tensor],
         *,
         is_cancelled: Callable[[], bool],
-    ) -> bool:
+    ) -> tuple[NotFinite, ...] | None:
         """Update rows_SW, fp32 [rows of the super-chunk, row width], in place.
 
         token_ids: per segment, int64 ids of all positions of its sequence up to the segment's end. Returns
-        False if the walk was given up at a layer's edge because is_cancelled said so; the state of the
+        the sequences whose values did not stay finite: their rows are NaN and their state is of no use.
+        None: the walk was given up at a layer's edge because is_cancelled said so; the state of all
         sequences and the rows are then of no use.
         """
         sub_chunks = cut_sub_chunks(super_chunk.segments, max_rows=super_chunk.sub_chunk_tokens)
@@ -123,12 +125,13 @@ class Walk:
             self._stager.plan(
                 stream_all_order(self._residency, layers=indices, num_experts=self._experts.num_experts)
             )
+        guard = FiniteGuard(super_chunk.segments, rows_SW)
         for layer in self._layers:
             if is_cancelled():
                 self._stager.abandon(self._compute)
-                return False
-            self._run_layer(layer, super_chunk, sub_chunks, rows_SW, token_ids)
-        return True
+                return None
+            self._run_layer(layer, super_chunk, sub_chunks, rows_SW, token_ids, guard)
+        return guard.finish(rows_SW)
 
     def _run_layer(
         self,
@@ -137,6 +140,7 @@ class Walk:
         sub_chunks: Sequence[SubChunk],
         rows_SW: torch.Tensor,
         token_ids: Sequence[torch.Tensor],
+        guard: FiniteGuard,
     ) -> None:
         buffers, num_rows = self._buffers, rows_SW.shape[0]
         self._observer.attention_half(layer.index)
@@ -151,13 +155,19 @@ class Walk:
             buffers.ids_SK[here] = half.ids_TK
             buffers.weights_SK[here] = half.weights_TK
             halves.append(half)
+        guard.after_attention(
+            layer.index,
+            rows_SW=rows_SW,
+            x_SD=buffers.x_SD[:num_rows],
+            weights_SK=buffers.weights_SK[:num_rows],
+        )
         routed = group_by_expert(
             buffers.ids_SK[:num_rows], buffers.weights_SK[:num_rows], num_experts=self._experts.num_experts
         )
         # The shared expert starts the sum, so that it can run while the uploads are on their way.
-        for sub, half in zip(sub_chunks, halves, strict=True):
-            shared_TD = layer.shared_expert(half.x_TD, weights)
+        for sub in sub_chunks:
             here = slice(sub.start, sub.stop)
+            shared_TD = layer.shared_expert(buffers.x_SD[here], weights)
             if shared_TD is None:
                 buffers.sum_SD[here].zero_()
             else:
@@ -173,6 +183,7 @@ class Walk:
         for sub, half in zip(sub_chunks, halves, strict=True):
             here = slice(sub.start, sub.stop)
             layer.combine(rows_SW[here], buffers.sum_SD[here], half)
+        guard.after_experts(layer.index, rows_SW)
         self._observer.layer_done(layer.index, routed.counts)
 
     def _segment_rows(

@@ -185,6 +185,7 @@ class Worker:
                 tokens=result.tokens,
                 clock=self._clock.snapshot(),
                 counters=self._counters.snapshot(),
+                not_finite=result.not_finite,
             )
         )
         reporter.waiting()

@@ -162,7 +162,7 @@ def test_logits_that_are_not_finite_fail_the_one_request() -> None:
     assert commands == [
         progress(1, 6, 6),
         SetCancelWord(seat=0, sequence=1),
-        finished(1, "error", "the logits at position 6 are not finite"),
+        finished(1, "error", "stage 0, head, super-chunk 0: the logits at position 6 are not finite"),
         record(1, operations=drop(1), decode=True),
     ]
 
