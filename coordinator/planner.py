@@ -28,6 +28,7 @@ from strata_coord.coordinator.prompt_planner import STREAM_ALL_SHARE, plan_promp
 from strata_coord.coordinator.stage_planner import HostShare, StageRequest, divide_host, plan_stages
 from strata_coord.coordinator.state_sizes import FP32_BYTES
 from strata_coord.coordinator.super_chunks import round_up_to_grid
+from strata_coord.ipc.assignment import KV_PAGE_TOKENS
 from strata_coord.ipc.errors import ConfigError, InvariantError
 
 if TYPE_CHECKING:
@@ -49,7 +50,6 @@ DEFAULT_SUB_CHUNK_TOKENS = 512
 DEFAULT_HAND_OFF_SLOTS = 2
 # Rows of one expert multiplication; an expert with more is split.
 DEFAULT_EXPERT_GROUP_ROWS = 1024
-KV_PAGE_TOKENS = 64
 # A larger c is preferred while it leaves room for at least this share of the largest possible S.
 SUPER_CHUNK_SHARE = 0.75
 

@@ -12,10 +12,9 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from strata_coord.ipc.assignment import KV_PAGE_TOKENS
 from strata_coord.ipc.errors import InvariantError
 from strata_coord.ipc.messages import SamplingSettings, Segment, StateOperation, SuperChunk, UploadPolicy
-
-KV_PAGE_TOKENS = 64  # the stages' page; a sequence takes whole pages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

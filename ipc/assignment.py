@@ -8,7 +8,10 @@ message's limit.
 from dataclasses import dataclass
 from typing import Literal
 
-KvDtype = Literal["fp32", "fp16", "bf16"]
+KvDtype = Literal["fp32", "fp16", "bf16", "int8"]  # int8: one fp32 scale per token and key-value head
+
+# Positions of one page of keys and values, in every stage alike; a sequence takes whole pages.
+KV_PAGE_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +138,17 @@ class ModelGeometry:
         """Floats of one residual row."""
         return self.hidden_size * (self.hyper_connections.num_streams if self.hyper_connections else 1)
 
+    @property
+    def has_histories(self) -> bool:
+        """Whether any layer remembers more than keys and values.
+
+        Then a sequence cannot be cut back to any position, only to where a snapshot was taken. Asked of the
+        whole model, so that a stage that has none of those layers answers like the others.
+        """
+        sparse = self.sparse_attention
+        has_raw_keys = sparse is not None and any(sparse.compress_ratios)
+        return any(self.recurrent_layers) or has_raw_keys or self.ngram is not None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorExtent:
@@ -172,4 +186,5 @@ class StageAssignment:
     kv_pool_tokens: int
     max_sequences: int
     context_tokens: int  # length of a row of the token table
+    max_snapshots: int = 0  # of sequence state; their pages come from the KV pool, the rest has own room
     debug_delay_s: float = 0.0  # experiments: sleep per super-chunk, to make overlap visible

@@ -1,30 +1,46 @@
-"""Per sequence, what a stage's layers must remember between segments: KV pages and fixed-size histories.
+"""What a stage's layers must remember between segments, per sequence: who has which pages and slots.
 
-Everything is allocated up front. KV and block keys are paged: one page is 64 positions of every attention
-layer of the stage, and a sequence has one page table for all of them, so the layers cannot disagree.
-Histories (convolution, recurrent state, n-gram) lie in one slot per sequence. States change through the
-layers' attention halves only; each layer keeps its own position and refuses rows that do not follow on from
-it.
+A sequence has one page table for all layers of the stage, so the layers cannot disagree. States change
+through the layers' attention halves and through the operations of StatePool only; each layer keeps its own
+position and refuses rows that do not follow on from it.
+
+Pages are shared between sequences and snapshots. A page's rows from some position on are written by one
+holder only: a snapshot never writes, and a sequence that was restored or cut back inside a page copies it
+before its next row, unless it is the only holder by then.
 """
 
-from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from strata_coord.ipc.assignment import KvDtype, ModelGeometry
+from strata_coord.ipc.assignment import KV_PAGE_TOKENS, KvDtype, ModelGeometry
 from strata_coord.ipc.errors import InvariantError, RequestError
+from strata_coord.kernels.kv_rows import dequantize_rows, quantize_rows
+from strata_coord.stage_worker.page_pool import PagePool
+from strata_coord.stage_worker.page_table import PageTable
+from strata_coord.stage_worker.state_memory import StateMemory
 
-PAGE_TOKENS = 64
-
-KV_DTYPES: dict[KvDtype, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+PAGE_TOKENS = KV_PAGE_TOKENS
 
 
-class StatePool:
-    """The state memory of one stage, layers [first_layer, last_layer).
+@dataclass(slots=True, kw_only=True)
+class Snapshot:
+    """A sequence's state at one position. It counts once every layer has copied its histories."""
+
+    position: int
+    sequence: int  # whose state it is
+    slot: int
+    pages: list[int]
+    layers_due: set[int]  # that have not copied yet
+    past: dict[int, int]  # the sequence's earlier snapshots: number -> position
+
+
+class StatePool(StateMemory):
+    """The state of one stage, layers [first_layer, last_layer): memory, sequences and snapshots.
 
     kv_pool_tokens is rounded up to whole pages; a sequence takes whole pages, so several short ones hold up
-    to 63 tokens of room each that they do not use.
+    to 63 tokens of room each that they do not use. A snapshot holds its sequence's pages, too.
     """
 
     def __init__(
@@ -36,81 +52,38 @@ class StatePool:
         kv_dtype: KvDtype,
         kv_pool_tokens: int,
         max_sequences: int,
+        max_snapshots: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.geometry = geometry
+        self._pages = PagePool(-(-kv_pool_tokens // PAGE_TOKENS))
+        super().__init__(
+            geometry,
+            first_layer,
+            last_layer,
+            kv_dtype=kv_dtype,
+            num_pages=self._pages.num_pages,
+            max_sequences=max_sequences,
+            max_snapshots=max_snapshots,
+            device=device,
+        )
         self.first_layer = first_layer
         self.last_layer = last_layer
-        self.device = torch.device(device)
         self.max_sequences = max_sequences
-        attention = geometry.attention
-        layers = range(first_layer, last_layer)
-        self.num_pages = -(-kv_pool_tokens // PAGE_TOKENS)
-        self.keys: dict[int, Tensor] = {}  # layer -> [G, pages, 64, D]
-        self.values: dict[int, Tensor] = {}
-        self.block_keys: dict[int, Tensor] = {}  # layer -> [pages, 64 / r, I] fp32
-        self.raw_keys: dict[int, Tensor] = {}  # layer -> [sequences, r - 1, I] fp32: the incomplete block
-        self.conv: dict[int, Tensor] = {}  # layer -> [sequences, K - 1, C] fp32
-        self.recurrent: dict[int, Tensor] = {}  # layer -> [sequences, H, dk, dv] fp32
-        self.ngram_conv: dict[int, Tensor] = {}  # layer -> [sequences, (K - 1) * n, N * D] fp32
-        for layer in layers:
-            if geometry.recurrent_layers[layer]:
-                self._add_delta_net(layer)
-            else:
-                shape = (attention.num_kv_heads, self.num_pages, PAGE_TOKENS, attention.head_dim)
-                self.keys[layer] = torch.zeros(shape, dtype=KV_DTYPES[kv_dtype], device=self.device)
-                self.values[layer] = torch.zeros_like(self.keys[layer])
-                self._add_indexer(layer)
-            if geometry.ngram is not None and layer in geometry.ngram.layers:
-                rows = (geometry.ngram.conv_kernel - 1) * geometry.ngram.ngram_size
-                self.ngram_conv[layer] = self._slots(rows, geometry.row_width)
-        self._free_pages = list(range(self.num_pages - 1, -1, -1))  # popped from the end: lowest first
+        self.max_snapshots = max_snapshots
         self._free_slots = list(range(max_sequences - 1, -1, -1))
         self._sequences: dict[int, SequenceState] = {}
+        self._free_snapshot_slots = list(range(max_snapshots - 1, -1, -1))
+        self._taken: dict[int, Snapshot] = {}
 
-    def _slots(self, *shape: int) -> Tensor:
-        return torch.zeros((self.max_sequences, *shape), dtype=torch.float32, device=self.device)
-
-    def _add_delta_net(self, layer: int) -> None:
-        delta = self.geometry.delta_net
-        if delta is None:
-            message = f"layer {layer} is recurrent but the geometry has no DeltaNet sizes"
-            raise InvariantError(message)
-        channels = (2 * delta.num_key_heads + delta.num_value_heads) * delta.head_dim
-        self.conv[layer] = self._slots(delta.conv_kernel - 1, channels)
-        self.recurrent[layer] = self._slots(delta.num_value_heads, delta.head_dim, delta.head_dim)
-
-    def _add_indexer(self, layer: int) -> None:
-        sparse = self.geometry.sparse_attention
-        ratio = sparse.compress_ratios[layer] if sparse is not None else 0
-        if sparse is None or ratio == 0:
-            return
-        if PAGE_TOKENS % ratio:
-            message = f"layer {layer}: compress ratio {ratio} does not divide a page of {PAGE_TOKENS} tokens"
-            raise InvariantError(message)
-        shape = (self.num_pages, PAGE_TOKENS // ratio, sparse.head_dim)
-        self.block_keys[layer] = torch.zeros(shape, dtype=torch.float32, device=self.device)
-        self.raw_keys[layer] = self._slots(ratio - 1, sparse.head_dim)
+    @property
+    def num_pages(self) -> int:
+        """Pages in all."""
+        return self._pages.num_pages
 
     @property
     def free_tokens(self) -> int:
-        """Tokens of room in pages that no sequence holds."""
-        return len(self._free_pages) * PAGE_TOKENS
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all state tensors."""
-        return sum(tensor.nbytes for tensor in self._tensors())
-
-    def _tensors(self) -> Iterator[Tensor]:
-        yield from self.keys.values()
-        yield from self.values.values()
-        yield from self.block_keys.values()
-        yield from self._slotted()
-
-    def _slotted(self) -> Iterator[Tensor]:
-        for group in (self.raw_keys, self.conv, self.recurrent, self.ngram_conv):
-            yield from group.values()
+        """Tokens of room in pages that no sequence or snapshot holds."""
+        return self._pages.num_free * PAGE_TOKENS
 
     def create(self, sequence: int) -> "SequenceState":
         """Give a sequence an empty state.
@@ -119,16 +92,18 @@ class StatePool:
             RequestError: max_sequences states exist.
             InvariantError: this sequence has one.
         """
+        state = self._new_state(sequence)
+        self.clear_slot(state.slot)
+        return state
+
+    def _new_state(self, sequence: int) -> "SequenceState":
         if sequence in self._sequences:
             message = f"sequence {sequence} already has a state"
             raise InvariantError(message)
         if not self._free_slots:
             message = f"no room for another sequence: {self.max_sequences} of {self.max_sequences} in use"
             raise RequestError(message)
-        slot = self._free_slots.pop()
-        for tensor in self._slotted():
-            tensor[slot].zero_()
-        state = SequenceState(self, sequence, slot)
+        state = SequenceState(self, sequence, self._free_slots.pop())
         self._sequences[sequence] = state
         return state
 
@@ -145,53 +120,211 @@ class StatePool:
         return state
 
     def drop(self, sequence: int) -> None:
-        """Free a sequence's pages and slot; nothing happens when it has none."""
+        """Free a sequence's pages and slot; nothing happens when it has none. Its snapshots stay."""
         state = self._sequences.pop(sequence, None)
         if state is not None:
-            self._free_pages.extend(reversed(state.pages))
-            # Lowest first keeps the next sequence's pages in one run, which reads without a copy.
-            self._free_pages.sort(reverse=True)
+            self._pages.release(state.pages)
             self._free_slots.append(state.slot)
 
-    def take_pages(self, state: "SequenceState", num_pages: int) -> None:
-        """Extend a page table to num_pages, all or nothing.
+    def truncate(self, sequence: int, position: int, *, snapshot: int = 0) -> None:
+        """Cut a sequence back to its first position rows.
+
+        Args:
+            sequence: Which one.
+            position: Rows that stay.
+            snapshot: Taken of this sequence at that position; 0 where none is needed: the model has no
+                histories, or all rows stay, or none.
+
+        Raises:
+            InvariantError: a layer has not come to that position.
+            RequestError: the model has histories and this is no snapshot of the sequence at position.
+        """
+        state = self.get(sequence)
+        if position > state.shortest:
+            message = f"sequence {sequence} ends at {state.shortest} and cannot be cut back to {position}"
+            raise InvariantError(message)
+        if position == state.shortest and state.is_even:
+            return
+        if self.geometry.has_histories and position:
+            self.load_slot(state.slot, self._snapshot_of_past(state, position, snapshot).slot)
+        elif self.geometry.has_histories:
+            self.clear_slot(state.slot)
+        kept = -(-position // PAGE_TOKENS)
+        self._pages.release(state.pages[kept:])
+        state.begin_at(position, state.pages[:kept], state.past)
+
+    def _snapshot_of_past(self, state: "SequenceState", position: int, snapshot: int) -> Snapshot:
+        found = self._taken.get(snapshot)
+        if found is not None and state.past.get(snapshot) == position and not found.layers_due:
+            return found
+        live = sorted({at for number, at in state.past.items() if number in self._taken})
+        where = f"its snapshots lie at {', '.join(map(str, live))}" if live else "it has no snapshot"
+        message = (
+            f"sequence {state.sequence} cannot be cut back to position {position}: layers of "
+            f"{self.geometry.architecture} keep histories that only a snapshot brings back, and {where}"
+        )
+        raise RequestError(message)
+
+    def begin_snapshot(self, snapshot: int, sequence: int, position: int) -> None:
+        """Hold the pages of a sequence's first position rows, which its layers may still be about to write.
+
+        Every layer then copies its histories with copy_histories when it is at that position.
+
+        Raises:
+            RequestError: max_snapshots exist.
+            InvariantError: the number is taken or 0, or there are no pages up to position.
+        """
+        if snapshot in self._taken or snapshot < 1:
+            message = f"snapshot {snapshot} of sequence {sequence}: the number is taken or not above 0"
+            raise InvariantError(message)
+        if not self._free_snapshot_slots:
+            message = f"no room for another snapshot: {self.max_snapshots} of {self.max_snapshots} in use"
+            raise RequestError(message)
+        state = self.get(sequence)
+        held = -(-position // PAGE_TOKENS) if self.keys else 0
+        if held > len(state.pages):
+            message = (
+                f"snapshot {snapshot} at position {position} needs {held} pages, "
+                f"sequence {sequence} has {len(state.pages)}"
+            )
+            raise InvariantError(message)
+        pages = state.pages[:held]
+        self._pages.share(pages)
+        self._taken[snapshot] = Snapshot(
+            position=position,
+            sequence=sequence,
+            slot=self._free_snapshot_slots.pop(),
+            pages=pages,
+            layers_due=set(range(self.first_layer, self.last_layer)),
+            past={number: at for number, at in state.past.items() if number in self._taken},
+        )
+
+    def copy_histories(self, snapshot: int, layer: int) -> None:
+        """Copy a layer's histories to a snapshot that was begun.
+
+        Raises:
+            InvariantError: there is no such snapshot, or the layer is not at its position.
+        """
+        taken = self._snapshot(snapshot)
+        state = self.get(taken.sequence)
+        if state.length(layer) != taken.position:
+            message = (
+                f"snapshot {snapshot} is due at position {taken.position}, but layer {layer} of sequence "
+                f"{taken.sequence} is at {state.length(layer)}"
+            )
+            raise InvariantError(message)
+        self.save_slot(layer, state.slot, taken.slot)
+        taken.layers_due.discard(layer)
+
+    def finish_snapshot(self, snapshot: int) -> None:
+        """Note that every layer has copied: the snapshot counts.
+
+        Raises:
+            InvariantError: a layer has not.
+        """
+        taken = self._snapshot(snapshot)
+        if taken.layers_due:
+            message = f"snapshot {snapshot}: layer {min(taken.layers_due)} has not copied its histories"
+            raise InvariantError(message)
+        self.get(taken.sequence).past[snapshot] = taken.position
+
+    def drop_snapshot(self, snapshot: int) -> None:
+        """Free a snapshot's pages and slot; nothing happens when there is none of that number."""
+        taken = self._taken.pop(snapshot, None)
+        if taken is not None:
+            self._pages.release(taken.pages)
+            self._free_snapshot_slots.append(taken.slot)
+
+    def restore(self, sequence: int, snapshot: int) -> "SequenceState":
+        """Give a new sequence the state of a snapshot: its pages are shared, its histories copied.
+
+        Raises:
+            RequestError: max_sequences states exist.
+            InvariantError: the sequence has a state, or the snapshot does not count or exist.
+        """
+        taken = self._snapshot(snapshot)
+        if taken.layers_due:
+            message = f"snapshot {snapshot} is not finished and cannot be restored"
+            raise InvariantError(message)
+        state = self._new_state(sequence)
+        self.load_slot(state.slot, taken.slot)
+        self._pages.share(taken.pages)
+        state.begin_at(taken.position, taken.pages, {**taken.past, snapshot: taken.position})
+        return state
+
+    def _snapshot(self, snapshot: int) -> Snapshot:
+        taken = self._taken.get(snapshot)
+        if taken is None:
+            message = f"there is no snapshot {snapshot}"
+            raise InvariantError(message)
+        return taken
+
+    def grow(self, state: "SequenceState", num_tokens: int) -> None:
+        """Give a sequence the pages of num_tokens positions, its own where it writes; all or nothing.
 
         Raises:
             RequestError: the pool has too few free pages.
         """
-        missing = num_pages - len(state.pages)
-        if missing <= 0:
-            return
-        if missing > len(self._free_pages):
-            message = (
-                f"KV pool is full: {missing * PAGE_TOKENS} more tokens needed, {self.free_tokens} of "
-                f"{self.num_pages * PAGE_TOKENS} free; raise kv.pool_tokens or send fewer prompts at once"
-            )
-            raise RequestError(message)
-        state.append_pages([self._free_pages.pop() for _ in range(missing)])
+        missing = max(0, -(-num_tokens // PAGE_TOKENS) - len(state.pages))
+        borrowed = state.borrowed_page if num_tokens > state.shortest else None
+        copied = borrowed is not None and self._pages.holders(state.pages[borrowed]) > 1
+        if missing or copied:
+            taken = self._pages.take(missing + copied)
+            pages = list(state.pages)
+            if borrowed is not None and copied:
+                own = taken.pop(0)
+                self.copy_page(pages[borrowed], own)
+                self._pages.release([pages[borrowed]])
+                pages[borrowed] = own
+            state.set_pages(pages + taken)
+        if borrowed is not None:
+            state.borrowed_page = None
 
 
 class SequenceState:
-    """One sequence's state in one stage. Made by StatePool.create, never directly."""
+    """One sequence's state in one stage. Made by StatePool, never directly."""
 
     def __init__(self, pool: StatePool, sequence: int, slot: int) -> None:
         self.pool = pool
         self.sequence = sequence
         self.slot = slot
-        self.pages: list[int] = []
-        self._contiguous = True
-        self._table = torch.empty(0, dtype=torch.int64, device=pool.device)
-        self._positions = dict.fromkeys(range(pool.first_layer, pool.last_layer), 0)
+        self._table = PageTable(pool.device)
+        self.past: dict[int, int] = {}  # snapshots of this sequence's own past: number -> position
+        self.borrowed_page: int | None = None  # place in pages of one that others may go on writing
+        self.begin_at(0, [], {})
 
-    def append_pages(self, pages: list[int]) -> None:
-        """Extend the page table; the pool calls this."""
-        self.pages += pages
-        self._contiguous = self.pages == list(range(self.pages[0], self.pages[0] + len(self.pages)))
-        self._table = torch.tensor(self.pages, dtype=torch.int64, device=self.pool.device)
+    def begin_at(self, position: int, pages: list[int], past: dict[int, int]) -> None:
+        """Stand at a position with these pages; the pool calls this.
+
+        past: snapshots that may be of this sequence; those after position are not.
+        """
+        self.past = {number: at for number, at in past.items() if at <= position}
+        self._positions = dict.fromkeys(range(self.pool.first_layer, self.pool.last_layer), position)
+        self.borrowed_page = len(pages) - 1 if pages and position % PAGE_TOKENS else None
+        self.set_pages(pages)
+
+    @property
+    def pages(self) -> list[int]:
+        """The page table; empty on a stage without attention."""
+        return self._table.pages
+
+    def set_pages(self, pages: list[int]) -> None:
+        """Take a page table; the pool calls this."""
+        self._table.set_pages(pages)
 
     def length(self, layer: int) -> int:
         """Positions that a layer has seen."""
         return self._positions[layer]
+
+    @property
+    def shortest(self) -> int:
+        """Positions that every layer has seen."""
+        return min(self._positions.values())
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all layers are at the same position, as they are between super-chunks."""
+        return len(set(self._positions.values())) == 1
 
     def reserve(self, num_tokens: int) -> None:
         """Make sure that positions [0, num_tokens) have pages.
@@ -200,7 +333,7 @@ class SequenceState:
             RequestError: the pool has too few free pages.
         """
         if self.pool.keys:
-            self.pool.take_pages(self, -(-num_tokens // PAGE_TOKENS))
+            self.pool.grow(self, num_tokens)
 
     def advance(self, layer: int, first_position: int, count: int) -> None:
         """Note that a layer is about to take in count rows from first_position on.
@@ -217,27 +350,39 @@ class SequenceState:
 
     def write_kv(self, layer: int, first_position: int, k_TGD: Tensor, v_TGD: Tensor) -> None:
         """Store keys and values of rows from first_position on, taking pages as needed."""
-        stop = first_position + k_TGD.shape[0]
-        self.reserve(stop)
-        for pool, rows in ((self.pool.keys[layer], k_TGD), (self.pool.values[layer], v_TGD)):
-            self._write_paged(pool, first_position, rows.transpose(0, 1), PAGE_TOKENS)
+        pool = self.pool
+        self.reserve(first_position + k_TGD.shape[0])
+        for memory, scales, rows_TGD in (
+            (pool.keys[layer], pool.key_scales.get(layer), k_TGD),
+            (pool.values[layer], pool.value_scales.get(layer), v_TGD),
+        ):
+            rows_GTD = rows_TGD.transpose(0, 1)
+            if scales is not None:
+                rows_GTD, scale_GT = quantize_rows(rows_GTD)
+                self._table.write(scales, first_position, scale_GT.unsqueeze(-1))
+            self._table.write(memory, first_position, rows_GTD)
 
     def read_kv(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
         """Return fp32 keys and values [G, length, D]; views of the pool where dtype and pages allow."""
+        pool = self.pool
         return (
-            self._read_paged(self.pool.keys[layer], length, PAGE_TOKENS).float(),
-            self._read_paged(self.pool.values[layer], length, PAGE_TOKENS).float(),
+            self._read_rows(pool.keys[layer], pool.key_scales.get(layer), length),
+            self._read_rows(pool.values[layer], pool.value_scales.get(layer), length),
         )
+
+    def _read_rows(self, memory: Tensor, scales: Tensor | None, length: int) -> Tensor:
+        rows_GTD = self._table.read(memory, length)
+        if scales is None:
+            return rows_GTD.float()
+        return dequantize_rows(rows_GTD, self._table.read(scales, length).squeeze(-1))
 
     def write_blocks(self, layer: int, first_block: int, keys_MI: Tensor) -> None:
         """Store finished block keys; their pages exist once the positions' keys are written."""
-        pool = self.pool.block_keys[layer]
-        self._write_paged(pool.unsqueeze(0), first_block, keys_MI.unsqueeze(0), pool.shape[1])
+        self._table.write(self.pool.block_keys[layer].unsqueeze(0), first_block, keys_MI.unsqueeze(0))
 
     def read_blocks(self, layer: int, num_blocks: int) -> Tensor:
         """Return the first num_blocks block keys [M, I]."""
-        pool = self.pool.block_keys[layer]
-        return self._read_paged(pool.unsqueeze(0), num_blocks, pool.shape[1])[0]
+        return self._table.read(self.pool.block_keys[layer].unsqueeze(0), num_blocks)[0]
 
     def raw_keys(self, layer: int) -> Tensor:
         """Return the stored raw indexer keys [r - 1, I], a view; length(layer) mod r of them count."""
@@ -254,24 +399,3 @@ class SequenceState:
     def ngram_conv(self, layer: int) -> Tensor:
         """Return the history of the n-gram convolution, a view."""
         return self.pool.ngram_conv[layer][self.slot]
-
-    def _write_paged(self, pool_GPSD: Tensor, first: int, rows_GTD: Tensor, per_page: int) -> None:
-        # Whole pages of the pool are one row axis; row i of the sequence is at page table[i / S], place i mod
-        # S.
-        flat = pool_GPSD.flatten(1, 2)
-        count = rows_GTD.shape[1]
-        if self._contiguous and self.pages:
-            start = self.pages[0] * per_page + first
-            flat[:, start : start + count].copy_(rows_GTD)
-            return
-        index = torch.arange(first, first + count, device=flat.device)
-        places = self._table[index // per_page] * per_page + index % per_page
-        flat.index_copy_(1, places, rows_GTD.to(flat.dtype))
-
-    def _read_paged(self, pool_GPSD: Tensor, length: int, per_page: int) -> Tensor:
-        flat = pool_GPSD.flatten(1, 2)
-        if self._contiguous:
-            start = self.pages[0] * per_page if self.pages else 0
-            return flat[:, start : start + length]
-        used = -(-length // per_page)
-        return pool_GPSD.index_select(1, self._table[:used]).flatten(1, 2)[:, :length]
