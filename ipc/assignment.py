@@ -23,6 +23,7 @@ class YarnGeometry:
     beta_fast: float  # rotations over original_tokens at and above which a frequency is kept
     beta_slow: float  # at and below which it is divided by factor
     magnitude: float  # multiplies cos and sin
+    whole_pairs: bool = True  # the ramp begins and ends on a pair of dims
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

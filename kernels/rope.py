@@ -1,4 +1,6 @@
-"""Rotary position embedding: halves of the leading dims of a head are rotated, the rest passes through.
+"""Rotary position embedding: pairs of the leading dims of a head are rotated, the rest passes through.
+
+A pair is a dim of the first half and its counterpart in the second, or two neighbours: see the two functions.
 
 For text, where all three positions of a token are equal, interleaved M-RoPE is this same rotation.
 """
@@ -23,16 +25,20 @@ def yarn_frequencies(
     original_tokens: int,
     beta_fast: float,
     beta_slow: float,
+    whole_pairs: bool = True,
     device: torch.device | None = None,
 ) -> Tensor:
     """Return float32 [dims / 2] of a context stretched by factor.
 
     A pair that turns at least beta_fast times over original_tokens keeps its frequency, one that turns at
     most beta_slow times has it divided by factor, and between them runs a ramp over the pairs' numbers.
+    whole_pairs: the ramp begins and ends on a pair.
     """
     powers = base ** (torch.arange(0, dims, 2, dtype=torch.float32, device=device) / dims)
-    low = max(math.floor(_pair_of_turns(beta_fast, dims, base, original_tokens)), 0)
-    high: float = min(math.ceil(_pair_of_turns(beta_slow, dims, base, original_tokens)), dims - 1)
+    low, high = (_pair_of_turns(beta, dims, base, original_tokens) for beta in (beta_fast, beta_slow))
+    if whole_pairs:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dims - 1)
     if low == high:
         high += 0.001  # the ramp is a step, and must not divide by zero
     pairs = torch.arange(dims // 2, dtype=torch.float32, device=device)
@@ -70,4 +76,16 @@ def rotate(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
     out[..., :half] = first * cos - second * sin
     out[..., half : 2 * half] = second * cos + first * sin
     out[..., 2 * half :] = x_THD[..., 2 * half :]
+    return out
+
+
+def rotate_neighbours(x_THD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+    """Rotate as rotate does, but dims 2j and 2j + 1 by angle j; returns a new tensor."""
+    dims = 2 * cos_TR.shape[1]
+    cos, sin = cos_TR.unsqueeze(1), sin_TR.unsqueeze(1)
+    even, odd = x_THD[..., :dims:2], x_THD[..., 1:dims:2]
+    out = torch.empty_like(x_THD)
+    out[..., :dims:2] = even * cos - odd * sin
+    out[..., 1:dims:2] = odd * cos + even * sin
+    out[..., dims:] = x_THD[..., dims:]
     return out

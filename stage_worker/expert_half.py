@@ -11,12 +11,13 @@ from dataclasses import dataclass
 import torch
 
 from strata_coord.ipc.messages import UploadPolicy
-from strata_coord.kernels import dequant, expert_mlp
+from strata_coord.kernels import dequant
 from strata_coord.stage_worker.backend import Stream
 from strata_coord.stage_worker.blobs import BlobLayout, BlobRun
 from strata_coord.stage_worker.clock import ActivityClock
 from strata_coord.stage_worker.counters import TransferCounters
 from strata_coord.stage_worker.expert_tiers import ExpertTiers
+from strata_coord.stage_worker.models.family import ExpertMlp
 from strata_coord.stage_worker.stager import Stager
 from strata_coord.stage_worker.uploads import routed_only_order
 
@@ -66,9 +67,16 @@ class ExpertHalf:
         self._scratch: dict[str, torch.Tensor] = {}
 
     def run(
-        self, layer: int, *, x_SD: torch.Tensor, rows: RoutedRows, policy: UploadPolicy, sum_SD: torch.Tensor
+        self,
+        layer: int,
+        *,
+        x_SD: torch.Tensor,
+        rows: RoutedRows,
+        policy: UploadPolicy,
+        sum_SD: torch.Tensor,
+        mlp: ExpertMlp,
     ) -> None:
-        """Add every routed expert's weighted output into sum_SD, fp32 [S, D]."""
+        """Add every routed expert's weighted output into sum_SD, fp32 [S, D]. mlp: the experts' formula."""
         if policy == "routed-only":
             hit = [expert for expert, count in enumerate(rows.counts) if count]
             self._stager.plan(routed_only_order(self._tiers.residency, layer=layer, routed_experts=hit))
@@ -80,13 +88,13 @@ class ExpertHalf:
             if resident is not None:
                 if count:
                     self._counters.add(resident_hit=layout.num_bytes)
-                    self._multiply(layout, resident, x_SD, rows, first, last, sum_SD)
+                    self._multiply(layout, resident, x_SD, rows, first, last, sum_SD, mlp, expert)
             elif count or policy == "stream-all":
                 upload = self._stager.acquire(layer, expert)
                 with self._clock.during("wait_experts"):
                     self._compute.wait(upload.ready)
                 if count:
-                    self._multiply(layout, upload.blob, x_SD, rows, first, last, sum_SD)
+                    self._multiply(layout, upload.blob, x_SD, rows, first, last, sum_SD, mlp, expert)
                 self._stager.release(upload, self._compute)
             first = last
 
@@ -99,12 +107,14 @@ class ExpertHalf:
         first: int,
         last: int,
         sum_SD: torch.Tensor,
+        mlp: ExpertMlp,
+        expert: int,
     ) -> None:
         gate, up, down = self._expand(layout, blob)
         for start in range(first, last, self._group_rows):
             stop = min(start + self._group_rows, last)
             tokens = rows.tokens[start:stop]
-            out = expert_mlp.swiglu(x_SD[tokens], gate, up, down)
+            out = mlp(expert, x_SD[tokens], gate, up, down)
             sum_SD.index_add_(0, tokens, out.mul_(rows.weights[start:stop]))
 
     def _expand(self, layout: BlobLayout, blob: torch.Tensor) -> Sequence[torch.Tensor]:

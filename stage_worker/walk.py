@@ -121,7 +121,7 @@ class Walk:
         """
         sub_chunks = cut_sub_chunks(super_chunk.segments, max_rows=super_chunk.sub_chunk_tokens)
         if super_chunk.upload == "stream-all":
-            indices = [layer.index for layer in self._layers]
+            indices = [layer.index for layer in self._layers if self._experts.count(layer.index)]
             self._stager.plan(
                 stream_all_order(self._residency, layers=indices, num_experts=self._experts.num_experts)
             )
@@ -161,8 +161,11 @@ class Walk:
             x_SD=buffers.x_SD[:num_rows],
             weights_SK=buffers.weights_SK[:num_rows],
         )
+        num_experts = self._experts.count(layer.index)
         routed = group_by_expert(
-            buffers.ids_SK[:num_rows], buffers.weights_SK[:num_rows], num_experts=self._experts.num_experts
+            buffers.ids_SK[: num_rows if num_experts else 0],
+            buffers.weights_SK[: num_rows if num_experts else 0],
+            num_experts=self._experts.num_experts,
         )
         # The shared expert starts the sum, so that it can run while the uploads are on their way.
         for sub in sub_chunks:
@@ -173,13 +176,15 @@ class Walk:
             else:
                 buffers.sum_SD[here] = shared_TD
         self._observer.expert_half(layer.index)
-        self._expert_half.run(
-            layer.index,
-            x_SD=buffers.x_SD[:num_rows],
-            rows=routed,
-            policy=super_chunk.upload,
-            sum_SD=buffers.sum_SD[:num_rows],
-        )
+        if num_experts:
+            self._expert_half.run(
+                layer.index,
+                x_SD=buffers.x_SD[:num_rows],
+                rows=routed,
+                policy=super_chunk.upload,
+                sum_SD=buffers.sum_SD[:num_rows],
+                mlp=layer.expert_mlp(weights),
+            )
         for sub, half in zip(sub_chunks, halves, strict=True):
             here = slice(sub.start, sub.stop)
             layer.combine(rows_SW[here], buffers.sum_SD[here], half)

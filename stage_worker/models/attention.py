@@ -12,7 +12,7 @@ from torch.nn import functional
 from strata_coord.ipc.assignment import AttentionGeometry, ModelGeometry, YarnGeometry
 from strata_coord.kernels.attention import causal_attention
 from strata_coord.kernels.norm import rms_norm
-from strata_coord.kernels.rope import rotary_table, rotate, yarn_frequencies
+from strata_coord.kernels.rope import rotary_table, rotate, rotate_neighbours, yarn_frequencies
 from strata_coord.stage_worker.models.family import LayerWeights, SegmentRows, TensorShapes, require_tensor
 
 Angles = tuple[Tensor, Tensor]
@@ -56,6 +56,7 @@ class Rotary:
             original_tokens=yarn.original_tokens,
             beta_fast=yarn.beta_fast,
             beta_slow=yarn.beta_slow,
+            whole_pairs=yarn.whole_pairs,
             device=positions_T.device,
         )
         return rotary_table(
@@ -74,6 +75,8 @@ class Attention:
         self.rotary = rotary
         self.query_rows = self.geometry.num_heads * self.geometry.head_dim * (2 if self.geometry.gated else 1)
         self.kv_rows = self.geometry.num_kv_heads * self.geometry.head_dim
+        self.rotate = rotate if self.geometry.rope_pairs == "halves" else rotate_neighbours
+        self.window = self.geometry.windows[layer] if self.geometry.windows else 0
 
     def tensors(self) -> TensorShapes:
         """Return suffix -> torch shape."""
@@ -85,6 +88,10 @@ class Attention:
         if self.geometry.head_norms:
             shapes |= {"attn_q_norm.weight": (head_dim,), "attn_k_norm.weight": (head_dim,)}
         shapes["attn_output.weight"] = (hidden, self.geometry.num_heads * head_dim)
+        if self.geometry.output_bias:
+            shapes["attn_output.bias"] = (hidden,)
+        if self.geometry.sinks:
+            shapes["attn_sinks.weight"] = (self.geometry.num_heads,)
         return shapes
 
     def mix(self, x_TD: Tensor, segments: Sequence[SegmentRows], weights: LayerWeights) -> Tensor:
@@ -104,7 +111,7 @@ class Attention:
             q = rms_norm(q, require_tensor(weights, "attn_q_norm.weight", self.layer), self.eps)
             k = rms_norm(k, require_tensor(weights, "attn_k_norm.weight", self.layer), self.eps)
         cos, sin = self.rotary.of_rows(segments, x_TD.device)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q, k = self.rotate(q, cos, sin), self.rotate(k, cos, sin)
 
         out = torch.empty_like(q)
         for segment in segments:
@@ -115,16 +122,18 @@ class Attention:
         if gate is not None:
             out.mul_(torch.sigmoid(gate))
         output = require_tensor(weights, "attn_output.weight", self.layer)
-        return functional.linear(out.view(rows, -1), output)
+        bias = require_tensor(weights, "attn_output.bias", self.layer) if self.geometry.output_bias else None
+        return functional.linear(out.view(rows, -1), output, bias)
 
     def attend(self, x_TD: Tensor, q_TQD: Tensor, segment: SegmentRows, weights: LayerWeights) -> Tensor:
         """Return the attention [rows of the segment, heads, head dim]; the segment's keys are stored already.
 
         x_TD is the whole sub-chunk's input.
         """
-        del x_TD, weights
+        del x_TD
+        sinks = require_tensor(weights, "attn_sinks.weight", self.layer) if self.geometry.sinks else None
         k, v = segment.state.read_kv(self.layer, segment.first_position + segment.count)
-        return causal_attention(q_TQD, k, v, segment.first_position)
+        return causal_attention(q_TQD, k, v, segment.first_position, window=self.window, sinks_Q=sinks)
 
     def _projections(self, weights: LayerWeights, kind: str) -> tuple[Tensor, Tensor, Tensor]:
         """Return the query, key and value parts of what the file has: three tensors, or one with all rows."""

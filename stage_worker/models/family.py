@@ -55,6 +55,13 @@ class NgramTable(Protocol):
         """Return fp32 [len(ids), row_width] of int64 row numbers."""
 
 
+class ExpertMlp(Protocol):
+    """The formula of a layer's routed experts."""
+
+    def __call__(self, expert: int, x_TD: Tensor, gate_FD: Tensor, up_FD: Tensor, down_DF: Tensor) -> Tensor:
+        """Return the expert's result [T, D] for rows that are routed to it."""
+
+
 class Mixer(Protocol):
     """Mixes the tokens of each segment."""
 
@@ -81,7 +88,10 @@ class Layer(Protocol):
         """Run mixer and router; rows take the mixer's result in place. The shared expert is not run here."""
 
     def shared_expert(self, x_TD: Tensor, weights: LayerWeights) -> Tensor | None:
-        """Return the shared expert's gated result [T, D]; None where the architecture has none."""
+        """Return the shared expert's result [T, D], or that of the only MLP; None where there is neither."""
+
+    def expert_mlp(self, weights: LayerWeights) -> ExpertMlp:
+        """Return the formula of the routed experts, with what else than their matrices it takes."""
 
     def combine(self, rows_TW: Tensor, routed_TD: Tensor, half: ExpertHalfInput) -> None:
         """Add routed, already weighted and summed, to the rows in place; half.shared_TD too unless None."""

@@ -14,6 +14,7 @@ from strata_coord.stage_worker.models.attention import Attention, Rotary
 from strata_coord.stage_worker.models.experts import Experts
 from strata_coord.stage_worker.models.family import (
     ExpertHalfInput,
+    ExpertMlp,
     LayerWeights,
     Mixer,
     SegmentRows,
@@ -57,6 +58,10 @@ class PlainResidualLayer:
     def shared_expert(self, x_TD: Tensor, weights: LayerWeights) -> Tensor | None:
         """Return the shared expert's result, None without one."""
         return self.experts.shared(x_TD, weights)
+
+    def expert_mlp(self, weights: LayerWeights) -> ExpertMlp:
+        """Return the formula of the routed experts."""
+        return self.experts.mlp(weights)
 
     def combine(self, rows_TW: Tensor, routed_TD: Tensor, half: ExpertHalfInput) -> None:
         """Add the experts' sum to the rows."""
