@@ -4,9 +4,9 @@ What the product's processes do with slots and messages is done here with lists,
 run hundreds of cuts of a prompt. Real processes are tested under tests/integration.
 """
 
+import contextlib
 import functools
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -126,10 +126,11 @@ class StageChain:
         upload: str = "stream-all",
         cancel: Callable[[int, Segment], bool] = lambda _stage, _segment: False,
         sample: SamplingSettings | None = SamplingSettings(),  # noqa: B008  frozen
-        logits: Path | None = None,
+        logits: Mapping[int, Path] | None = None,
     ) -> list[SampledToken]:
         """Run one super-chunk; segments are (sequence, count), going on where the sequence stands.
 
+        logits: files of the sequences whose logits are written.
         cancel: asked by stage and segment whenever a stage looks at its cancel words.
         """
         made = []
@@ -143,7 +144,7 @@ class StageChain:
                     first_position=first,
                     count=count,
                     sample=sample,
-                    logits=logits is not None,
+                    logits=sequence in (logits or {}),
                 )
             )
         super_chunk = SuperChunk(
@@ -161,8 +162,11 @@ class StageChain:
             for segment in made
         ]
         self.results = []
-        with open(logits or os.devnull, "r+b") as file:
-            files = {sequence: (file.fileno(), 0) for sequence, _ in segments}
+        with contextlib.ExitStack() as files:
+            descriptors = {
+                sequence: (files.enter_context(path.open("r+b")).fileno(), 0)
+                for sequence, path in (logits or {}).items()
+            }
             for number, stage in enumerate(self.stages):
                 result = stage.run(
                     super_chunk,
@@ -170,7 +174,7 @@ class StageChain:
                     inbound=self.links[number - 1] if number else None,
                     outbound=self.links[number] if number < len(self.links) else None,
                     is_cancelled=functools.partial(cancel, number),
-                    logits_files=files,
+                    logits_files=descriptors,
                 )
                 self.results.append(result)
         return list(self.results[-1].tokens)
@@ -195,16 +199,10 @@ class StageChain:
         path.write_bytes(b"")
         operations: list[StateOperation] = [self.open(999, ids)]
         for cut in cuts:
-            self.run([(999, cut)], operations=operations, logits=path, **settings)  # type: ignore[arg-type]
+            self.run([(999, cut)], operations=operations, logits={999: path}, **settings)  # type: ignore[arg-type]
             operations = []
         self.run([], operations=[self.drop(999)])
         return torch.from_numpy(np.fromfile(path, dtype=np.float32).reshape(len(ids), vocabulary))
-
-    def last_logits(
-        self, ids: Sequence[int], folder: Path, cuts: Sequence[int], **settings: object
-    ) -> torch.Tensor:
-        """Logits [vocabulary] after the last token of a prompt."""
-        return self.prompt_logits(ids, folder, cuts, **settings)[-1]
 
     def greedy(
         self, sequence: int, ids: Sequence[int], count: int, *, cuts: Sequence[int] = (), **settings: object
