@@ -41,10 +41,11 @@ def add_metadata(
     add("embedding_length", config.hidden_size)
     add("attention.head_count", config.num_attention_heads)
     add("attention.head_count_kv", config.num_key_value_heads)
-    add("attention.key_length", config.head_dim)
-    add("attention.value_length", config.head_dim)
+    if architecture != "qwen2moe":  # real files leave it out: hidden size / heads
+        add("attention.key_length", config.head_dim)
+        add("attention.value_length", config.head_dim)
     add("attention.layer_norm_rms_epsilon", float(config.rms_norm_eps))
-    add("rope.freq_base", float(config.rope_parameters["rope_theta"]))
+    _add_rope(writer, add, config, architecture)
     add("expert_count", config.num_experts)
     add("expert_used_count", config.num_experts_per_tok)
     if options.expert_width_array or len(set(widths)) > 1:
@@ -52,28 +53,56 @@ def add_metadata(
         writer.add_array(f"{architecture}.expert_feed_forward_length", padded)
     else:
         add("expert_feed_forward_length", widths[0])
+    if hasattr(config, "shared_expert_intermediate_size"):
+        add("expert_shared_feed_forward_length", config.shared_expert_intermediate_size)
+    if hasattr(config, "linear_conv_kernel_dim"):
+        _add_delta_net(writer, add, config, layers, architecture, options)
     if architecture == "qwen4exp":
         _add_qwen4exp(writer, add, config, layers, options)
     _add_tokenizer(writer, architecture)
+
+
+def _add_rope(writer: gguf.GGUFWriter, add: Any, config: Any, architecture: str) -> None:
+    rope = config.rope_parameters
+    add("rope.freq_base", float(rope["rope_theta"]))
+    if "partial_rotary_factor" in rope:
+        add("rope.dimension_count", int(config.head_dim * rope["partial_rotary_factor"]))
+    if "mrope_section" in rope:
+        writer.add_array(f"{architecture}.rope.dimension_sections", [*rope["mrope_section"], 0])
+    if rope["rope_type"] == "yarn":
+        add("rope.scaling.type", "yarn")
+        add("rope.scaling.factor", float(rope["factor"]))
+        add("rope.scaling.original_context_length", rope["original_max_position_embeddings"])
+        for key, name in (
+            ("yarn_beta_fast", "beta_fast"),
+            ("yarn_beta_slow", "beta_slow"),
+            ("yarn_attn_factor", "attention_factor"),
+        ):
+            if rope.get(name) is not None:
+                add(f"rope.scaling.{key}", float(rope[name]))
+
+
+def _add_delta_net(
+    writer: gguf.GGUFWriter, add: Any, config: Any, layers: Any, architecture: str, options: ExportOptions
+) -> None:
+    add("full_attention_interval", 4)
+    if options.recurrent_layers:
+        is_linear = [hasattr(layer, "linear_attn") for layer in layers]
+        writer.add_array(
+            f"{architecture}.attention.recurrent_layers", is_linear + [False] * options.nextn_layers
+        )
+    add("ssm.conv_kernel", config.linear_conv_kernel_dim)
+    add("ssm.state_size", config.linear_key_head_dim)
+    add("ssm.group_count", config.linear_num_key_heads)
+    add("ssm.time_step_rank", config.linear_num_value_heads)
+    add("ssm.inner_size", config.linear_num_value_heads * config.linear_value_head_dim)
 
 
 def _add_qwen4exp(
     writer: gguf.GGUFWriter, add: Any, config: Any, layers: Any, options: ExportOptions
 ) -> None:
     arch = "qwen4exp"
-    rotary = int(config.head_dim * config.rope_parameters["partial_rotary_factor"])
-    add("rope.dimension_count", rotary)
-    writer.add_array(f"{arch}.rope.dimension_sections", [*config.rope_parameters["mrope_section"], 0])
-    add("expert_shared_feed_forward_length", config.shared_expert_intermediate_size)
-    add("full_attention_interval", 4)
-    is_linear = [layer.layer_type == "linear_attention" for layer in layers]
-    if options.recurrent_layers:
-        writer.add_array(f"{arch}.attention.recurrent_layers", is_linear + [False] * options.nextn_layers)
-    add("ssm.conv_kernel", config.linear_conv_kernel_dim)
-    add("ssm.state_size", config.linear_key_head_dim)
-    add("ssm.group_count", config.linear_num_key_heads)
-    add("ssm.time_step_rank", config.linear_num_value_heads)
-    add("ssm.inner_size", config.linear_num_value_heads * config.linear_value_head_dim)
+    is_linear = [hasattr(layer, "linear_attn") for layer in layers]
     add("hyper_connection.count", config.hc_count)
     add("hyper_connection.low_rank", config.hc_lowrank)
     add("attention.indexer.head_count", config.indexer_n_heads)
@@ -109,7 +138,7 @@ def _add_ple(writer: gguf.GGUFWriter, add: Any, config: Any, layers: Any) -> Non
 def _add_tokenizer(writer: gguf.GGUFWriter, architecture: str) -> None:
     vocabulary = tiny_vocabulary()
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen35" if architecture == "qwen4exp" else "qwen2")
+    writer.add_tokenizer_pre("qwen35" if architecture in {"qwen35moe", "qwen4exp"} else "qwen2")
     writer.add_token_list(list(vocabulary.tokens))
     writer.add_token_types(list(vocabulary.token_types))
     writer.add_token_merges(list(vocabulary.merges))

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 from oracle.clear_ids import END_OF_TEXT_POSITIONS, SMALLEST_GAP
-from oracle.export import ExportOptions, export_gguf, tensor_links, tiled_heads
+from oracle.export import ExportOptions, export_gguf, tensor_links
 from oracle.fixtures import TINY_FIXTURES, TinyCase
+from oracle.links import tiled_heads
 from oracle.reference import reference, reference_logits
 from oracle.tiny import TinyOptions, tiny_model
 from oracle.vocabulary import tiny_vocabulary

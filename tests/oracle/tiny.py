@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ class TinyOptions:
 
     seed: int = 0
     is_drawn: bool = True  # False: values are left undefined, for a model that load_gguf fills
-    num_layers: int | None = None  # 3 for qwen3moe, 8 for qwen4exp
+    num_layers: int | None = None  # 8 with DeltaNet, 3 without
     tied_output: bool = False
     dense_attention_layers: tuple[int, ...] = ()  # qwen4exp: compress ratio 0, no indexer
     expert_widths: tuple[int, ...] | None = None  # per layer; None: EXPERT_WIDTH in all
@@ -43,7 +44,7 @@ def tiny_model(architecture: str, options: TinyOptions | None = None) -> nn.Modu
     from transformers.initialization import no_init_weights
 
     with no_init_weights():
-        model = {"qwen3moe": _qwen3moe, "qwen4exp": _qwen4exp}[architecture](options)
+        model = _BUILDERS[architecture](options)
     with torch.no_grad():
         if options.is_drawn:
             _randomise(model, torch.Generator().manual_seed(options.seed))
@@ -108,12 +109,7 @@ def _qwen4exp(options: TinyOptions) -> nn.Module:
             "mrope_section": [3, 3, 2],
             "mrope_interleaved": True,
         },
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 6,
-        "linear_key_head_dim": 32,
-        "linear_value_head_dim": 32,
-        "linear_conv_kernel_dim": 4,
-        "shared_expert_intermediate_size": EXPERT_WIDTH,
+        **_DELTA_NET,
         "hc_count": 4,
         "hc_lowrank": 32,
         "ple_layer_ids": [layer + 1 for layer in options.ple_layers],
@@ -132,8 +128,89 @@ def _qwen4exp(options: TinyOptions) -> nn.Module:
     return Qwen4ExpForCausalLM(_eager(Qwen4ExpTextConfig(**(values | options.config))))
 
 
+def _qwen2moe(options: TinyOptions) -> nn.Module:
+    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+    values = _common_config(options, 3) | {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        "norm_topk_prob": False,
+        "shared_expert_intermediate_size": 2 * EXPERT_WIDTH,
+    }
+    return Qwen2MoeForCausalLM(_eager(Qwen2MoeConfig(**(values | options.config))))
+
+
+def _qwen3vlmoe(options: TinyOptions) -> nn.Module:
+    from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLMoeTextConfig
+    from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextModel
+
+    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [12, 10, 10]}
+    values = _common_config(options, 3) | {"rope_parameters": rope | {"mrope_interleaved": True}}
+    config = _eager(Qwen3VLMoeTextConfig(**(values | options.config)))
+    return _TextOnly(Qwen3VLMoeTextModel(config), config)
+
+
+class _TextOnly(nn.Module):
+    """A text model with the head that Hugging Face gives only to the whole vision model."""
+
+    def __init__(self, model: nn.Module, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.model = model
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(self, input_ids: torch.Tensor, *, use_cache: bool) -> Any:
+        hidden = self.model(input_ids=input_ids, use_cache=use_cache).last_hidden_state
+        return SimpleNamespace(logits=self.lm_head(hidden))
+
+
+_DELTA_NET = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_conv_kernel_dim": 4,
+    "shared_expert_intermediate_size": EXPERT_WIDTH,
+}
+
+
+def _qwen3next(options: TinyOptions) -> nn.Module:
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+    values = _common_config(options, 8) | _DELTA_NET | {"rope_parameters": rope}
+    return Qwen3NextForCausalLM(_eager(Qwen3NextConfig(**(values | options.config))))
+
+
+def _qwen35moe(options: TinyOptions) -> nn.Module:
+    from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeTextConfig
+    from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeForCausalLM
+
+    rope = {
+        "rope_type": "default",
+        "rope_theta": 1e7,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [3, 3, 2],
+        "mrope_interleaved": True,
+    }
+    values = _common_config(options, 8) | _DELTA_NET | {"rope_parameters": rope}
+    return Qwen3_5MoeForCausalLM(_eager(Qwen3_5MoeTextConfig(**(values | options.config))))
+
+
+_BUILDERS = {
+    "qwen2moe": _qwen2moe,
+    "qwen3moe": _qwen3moe,
+    "qwen3next": _qwen3next,
+    "qwen3vlmoe": _qwen3vlmoe,
+    "qwen35moe": _qwen35moe,
+    "qwen4exp": _qwen4exp,
+}
+
+# Their norms are drawn around 0: 1 + w is what multiplies.
+_ZERO_CENTRED = frozenset({"qwen3_next", "qwen3_5_moe_text", "qwen4_exp_text"})
+
+
 def _randomise(model: nn.Module, generator: torch.Generator) -> None:
-    is_zero_centred = model.config.model_type != "qwen3_moe"
+    is_zero_centred = model.config.model_type in _ZERO_CENTRED
     for name, parameter in model.named_parameters():
         draw = torch.randn(parameter.shape, generator=generator)
         parameter.copy_(_scaled(name, draw, is_zero_centred=is_zero_centred))
@@ -145,7 +222,7 @@ def _scaled(name: str, draw: torch.Tensor, *, is_zero_centred: bool) -> torch.Te
         return 0.7 * draw
     if name.endswith("dt_bias"):
         return draw - 1.0
-    if "conv1d" in name:
+    if "conv1d" in name or name.endswith(".bias"):
         return 0.5 * draw
     if draw.dim() == 1:  # norms; linear_attn.norm is stored as it is, the others of qwen4exp around zero
         return 0.2 * draw + (0.0 if is_zero_centred and not name.endswith("linear_attn.norm.weight") else 1.0)
