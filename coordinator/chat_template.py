@@ -9,11 +9,14 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from strata_coord.coordinator.bounded_child import run_bounded
 from strata_coord.coordinator.printable import printable
 from strata_coord.ipc.errors import ModelError, RequestError
+
+if TYPE_CHECKING:
+    from strata_coord.coordinator.control_guard import ControlGuard
 
 TEMPLATE_KEY = "tokenizer.chat_template"
 MAX_TEMPLATE_BYTES = 256 << 10
@@ -49,10 +52,11 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatPrompt:
-    """A rendered conversation; notice says in one line why the model's own template was not used."""
+    """A rendered conversation, for Tokenizer.encode with allow_special."""
 
     text: str
-    notice: str | None = None
+    mark: str | None = None  # breaks control tokens that the messages spell; not a part of the text
+    notice: str | None = None  # why, in one line, the model's own template was not used
 
 
 def chat_prompt(
@@ -61,6 +65,8 @@ def chat_prompt(
     *,
     add_generation_prompt: bool = True,
     extra: Mapping[str, Any] | None = None,
+    token_names: Mapping[str, str] | None = None,
+    guard: "ControlGuard | None" = None,
 ) -> ChatPrompt:
     """Render messages with the model's template, or with the built-in one where there is none that works.
 
@@ -68,17 +74,24 @@ def chat_prompt(
         template: the model's own, None if the file has none.
         messages: each with role and content, as strings.
         add_generation_prompt: end with the opening of the assistant's turn.
-        extra: more names for the template (tools, enable_thinking, bos_token).
+        extra: more names for the template, from the user (tools, enable_thinking).
+        token_names: the template's names for special tokens (bos_token, eos_token).
+        guard: the tokenizer's, for prompts from users; keeps control tokens in messages and extra from
+            becoming any.
 
     Raises:
         RequestError: the template rejects these messages, or extra holds a reserved name.
     """
+    mark = None
+    if guard is not None:
+        (messages, extra), mark = guard.guard([list(messages), dict(extra or {})], [template, token_names])
+    extra = {**(extra or {}), **(token_names or {})}
     if template is None:
         notice = "the model has no chat template; using the built-in ChatML template"
     else:
         try:
             text = render_chat(template, messages, add_generation_prompt=add_generation_prompt, extra=extra)
-            return ChatPrompt(text=text)
+            return ChatPrompt(text=text, mark=mark)
         except ModelError as error:
             notice = f"{error}; using the built-in ChatML template"
     try:
@@ -86,7 +99,7 @@ def chat_prompt(
     except ModelError as error:
         # The template is our own, so it must be the messages that it cannot take.
         raise RequestError(str(error)) from None
-    return ChatPrompt(text=text, notice=notice)
+    return ChatPrompt(text=text, mark=mark, notice=notice)
 
 
 def render_chat(

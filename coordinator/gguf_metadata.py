@@ -150,6 +150,18 @@ class Metadata(Mapping[str, Value]):
             self.refuse(f"{key}[{index}]", f"{numbers[index]} is outside {low} to {high}")
         return numbers
 
+    def numbers(self, key: str) -> tuple[float, ...]:
+        """Return an array of finite numbers; integers count."""
+        value = self._values.get(key)
+        if value is None:
+            self.refuse(key, "missing")
+        if not isinstance(value, array):
+            self.refuse(key, f"{describe(value)}, expected an array of numbers")
+        index = next((at for at, number in enumerate(value) if not math.isfinite(number)), None)
+        if index is not None:
+            self.refuse(f"{key}[{index}]", f"{value[index]} is not finite")
+        return tuple(map(float, value))
+
     def strings(self, key: str) -> list[str]:
         """Return an array of strings, decoded."""
         value = self._values.get(key)

@@ -126,12 +126,13 @@ class Session:
             prompt = chat_prompt(
                 self._chat_template(),
                 [{"role": "user", "content": text}],
-                extra=tokenizer.template_names,
+                token_names=tokenizer.template_names,
+                guard=tokenizer.guard,
             )
             if prompt.notice is not None and prompt.notice not in self._notices:
                 self._notices.add(prompt.notice)
                 self._screen.note(prompt.notice)
-            ids = tokenizer.encode(prompt.text, allow_special=True)
+            ids = tokenizer.encode(prompt.text, allow_special=True, mark=prompt.mark)
         if not ids:
             message = "the prompt is empty"
             raise RequestError(message)

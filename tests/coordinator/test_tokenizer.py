@@ -269,8 +269,8 @@ def _hostile_byte_token(tokens: list[str], types: list[int]) -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"model": "llama"}, '"llama" is not supported; supported is "gpt2"'),
-        ({"pre": "tekken"}, '"tekken" is not supported; supported are qwen2, qwen35'),
+        ({"model": "t5"}, '"t5" is not supported; supported are gpt2, llama'),
+        ({"pre": "poro-chat"}, '"poro-chat" is not supported; supported are qwen2, deepseek-r1-qwen, qwen35'),
         ({"pre": None}, "tokenizer.ggml.pre: missing"),
         ({"merges": None}, "tokenizer.ggml.merges: missing"),
         ({"tokens": 5}, "tokenizer.ggml.tokens: 5, expected an array of strings"),
