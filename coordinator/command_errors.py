@@ -37,6 +37,8 @@ def run_command(invoke: Callable[[], object], *, debug: bool, json: bool) -> int
         if debug:
             _print_traceback(error)
         return _report_error(error, debug=debug, json=json)
+    if result == INTERRUPTED:  # typer catches Ctrl-C itself and returns its code without a word
+        return _report("KeyboardInterrupt", "interrupted", INTERRUPTED, json=False)
     return result if isinstance(result, int) and not isinstance(result, bool) else 0
 
 

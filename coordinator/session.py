@@ -5,7 +5,6 @@ Knows the tokenizer, the chat template and the terminal; asks the engine for eve
 
 import json
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -183,42 +182,40 @@ class Session:
             mode=self._options.mode or self._config.prefill.mode,
             logits_path=self._options.logits,
         )
-        started_s = time.monotonic()
         generation = engine.submit(request, plan)
-        DRAIN.is_busy = True
         answer = Answer()
+        printer = _Printer(self._tokenizer, is_quiet=self._options.json or self._screen.holds_terminal)
         try:
-            printer = _Printer(self._tokenizer, is_quiet=self._options.json or self._screen.holds_terminal)
-            for event in generation.events():
-                match event:
-                    case TokenGenerated():
-                        if not answer.generated_tokens:
-                            self._screen.refresh()
-                        answer.generated_tokens += 1
-                        answer.total_s = event.elapsed_s
-                        text = "" if event.token in request.stop_tokens else printer.token(event.token)
-                        answer.text += text
-                        engine.show_text(text)
-                    case PromptProgress():
-                        pass
-                    case GenerationFinished():
-                        answer.reason = event.reason
-                        answer.text += printer.finish()
-                        raise_if_failed(event, engine)
-                if DRAIN.is_requested and time.monotonic() - started_s > self._config.supervision.drain_s:
-                    generation.cancel()
+            with DRAIN.busy(generation.cancel, drain_s=self._config.supervision.drain_s):
+                for event in generation.events():
+                    match event:
+                        case TokenGenerated():
+                            if not answer.generated_tokens:
+                                self._screen.refresh()
+                            answer.generated_tokens += 1
+                            answer.total_s = event.elapsed_s
+                            text = "" if event.token in request.stop_tokens else printer.token(event.token)
+                            answer.text += text
+                            engine.show_text(text)
+                        case PromptProgress():
+                            pass
+                        case GenerationFinished():
+                            answer.reason = event.reason
+                            answer.text += printer.finish()
+                            raise_if_failed(event, engine)
         except KeyboardInterrupt:
             generation.cancel()
             raise
-        finally:
-            DRAIN.is_busy = False
         self._screen.hide()
         if self._screen.holds_terminal and not self._options.json:
             _print_answer(answer.text)
         if self._options.json:
             if generation.figures is None:
+                if DRAIN.is_requested:
+                    self._screen.note("told to end before the prompt was read: no report")
+                    raise Terminated
                 message = "the request has no figures"
-                raise InvariantError(message)
+                raise engine.failure or InvariantError(message)
             print_json(self._report(engine, plan, prompt, answer, generation.figures))
         if DRAIN.is_requested:
             raise Terminated

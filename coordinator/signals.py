@@ -6,7 +6,7 @@ A handler only raises in the main thread, which then unwinds through the engine'
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 
@@ -19,13 +19,32 @@ class Drain:
 
     def __init__(self) -> None:
         self.is_requested = False
-        self.is_busy = False  # a request is being answered: it gets drain_s to finish
+        self._timer: threading.Timer | None = None  # set while a request is being answered; runs once told
+
+    def reset(self) -> None:
+        """A launch begins."""
+        self.is_requested = False
+
+    @contextlib.contextmanager
+    def busy(self, give_up: Callable[[], None], *, drain_s: float) -> Iterator[None]:
+        """While in here, being told to end is put off; drain_s later give_up is called, from a thread."""
+        timer = threading.Timer(drain_s, give_up)
+        timer.daemon = True
+        self._timer = timer
+        try:
+            yield
+        finally:
+            self._timer = None
+            timer.cancel()
+            if timer.ident is not None:
+                timer.join()
 
     def request(self, _number: int, _frame: FrameType | None) -> None:
         """The signal handler."""
         again, self.is_requested = self.is_requested, True
-        if not self.is_busy or again:
+        if self._timer is None or again:
             raise Terminated
+        self._timer.start()
 
 
 DRAIN = Drain()
@@ -37,7 +56,7 @@ def terminable() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    DRAIN.is_requested = DRAIN.is_busy = False
+    DRAIN.reset()
     before = {number: signal.signal(number, DRAIN.request) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
