@@ -1,5 +1,6 @@
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -24,6 +25,7 @@ from strata_coord.ipc.errors import ProtocolError
 from strata_coord.ipc.messages import (
     NOT_FINITE,
     ByteCounters,
+    NotFinite,
     SampledToken,
     SamplingSettings,
     Segment,
@@ -301,7 +303,13 @@ def test_every_request_ends_once_and_hears_a_gapless_answer(
             for one in passed.segments
             if stage == num_stages - 1 and one.sample is not None
         ]
-        carry_out(run.handle(reported(stage, passed.index, *tokens, cancelled=dice.random() < 0.1), 0))
+        event = reported(stage, passed.index, *tokens, cancelled=dice.random() < 0.1)
+        bad = [
+            NotFinite(sequence=one.sequence, layer=dice.choice([-1, stage]))
+            for one in passed.segments
+            if dice.random() < 0.05
+        ]
+        carry_out(run.handle(StageReported(done=replace(event.done, not_finite=tuple(bad))), 0))
 
     lost_at = dice.randint(0, 30) if is_lost else -1
     for step in range(2000):
@@ -331,3 +339,51 @@ def test_every_request_ends_once_and_hears_a_gapless_answer(
         assert len(positions) <= requests[number].sequence.max_tokens
         read = [event.done_tokens for event in own if isinstance(event, PromptProgress)]
         assert read == sorted(set(read))
+
+
+def not_finite(stage: int, index: int, sequence: int, layer: int) -> StageReported:
+    found = (NotFinite(sequence=sequence, layer=layer),)
+    return StageReported(done=replace(reported(stage, index).done, not_finite=found))
+
+
+def test_values_that_are_not_finite_name_stage_layer_and_super_chunk_and_fail_one_request() -> None:
+    run = pipeline()
+    run.handle(submitted(1, 6), 0)
+    run.handle(submitted(2, 6), 0)
+    assert run.handle(not_finite(0, 0, 1, 23), 0) == [
+        SetCancelWord(seat=0, sequence=1),
+        finished(1, "error", "stage 0, layer 23, super-chunk 0: values are not finite"),
+        record(2, operations=drop(1), decode=True),
+    ]
+    assert run.handle(not_finite(1, 0, 1, -1), 0) == []  # the rows that came from there
+    assert run.handle(reported(0, 1), 0) == []
+    assert token(2, 6, 5) in run.handle(reported(1, 1, sampled(2, 6, 5)), 0)
+
+
+def test_the_stage_where_it_began_is_named_whichever_report_comes_first() -> None:
+    run = pipeline(num_stages=3)
+    run.handle(submitted(1, 6), 0)
+    assert run.handle(not_finite(2, 0, 1, -1), 0) == [progress(1, 6, 6)]
+    assert run.handle(reported(0, 0), 0) == []
+    assert run.handle(not_finite(1, 0, 1, 5), 0)[:2] == [
+        SetCancelWord(seat=0, sequence=1),
+        finished(1, "error", "stage 1, layer 5, super-chunk 0: values are not finite"),
+    ]
+
+
+def test_rows_that_no_stage_owns_up_to_still_fail_the_request() -> None:
+    run = pipeline(num_stages=3)
+    run.handle(submitted(1, 6), 0)
+    run.handle(not_finite(2, 0, 1, -1), 0)
+    run.handle(not_finite(1, 0, 1, -1), 0)
+    assert run.handle(reported(0, 0), 0)[1] == finished(
+        1, "error", "stage 1, rows received, super-chunk 0: values are not finite"
+    )
+
+
+def test_an_embedding_that_is_not_finite_is_the_first_stages() -> None:
+    run = pipeline()
+    run.handle(submitted(1, 6), 0)
+    assert run.handle(not_finite(0, 0, 1, -1), 0)[1] == finished(
+        1, "error", "stage 0, embedding, super-chunk 0: values are not finite"
+    )
