@@ -5,15 +5,22 @@ its heads, whether attention is gated. They stand in FAMILIES, one row per archi
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from strata_coord.coordinator.architecture_keys import (
+    MAX_CONTEXT,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_WIDTH,
+    ArchitectureKeys,
+)
+from strata_coord.coordinator.expert_geometry import read_experts
 from strata_coord.coordinator.gguf_metadata import Metadata
 from strata_coord.coordinator.rope_scaling import read_yarn
 from strata_coord.ipc.assignment import (
     AttentionGeometry,
     DeltaNetGeometry,
-    ExpertGeometry,
     HyperConnectionGeometry,
     ModelGeometry,
     NgramGeometry,
@@ -21,11 +28,6 @@ from strata_coord.ipc.assignment import (
     TensorExtent,
 )
 
-MAX_LAYERS = 1_024
-MAX_EXPERTS = 4_096
-MAX_WIDTH = 1 << 20  # of hidden rows, experts, projections
-MAX_HEADS = 4_096
-MAX_CONTEXT = 1 << 30
 _U64 = (1 << 64) - 1
 _I32 = (1 << 31) - 1
 _UNUSED_TOKEN = 5  # token_type of rows that only pad the vocabulary
@@ -43,6 +45,13 @@ class Family:
     output_gate: Literal["silu", "sigmoid"] = "silu"
     shared_expert: bool = False
     renormalised: bool = True
+    experts_by_keys: bool = False  # layers without experts, the shared expert and router rules are keys
+    scores: Literal["softmax", "sigmoid"] = "softmax"  # where no key says it
+    biased_experts: bool = False  # and the activation is clamped
+    optional_head_norms: bool = False  # by the tensors of the first layer
+    optional_biases: bool = False
+    rope_pairs: Literal["halves", "neighbours"] = "halves"
+    sinks: bool = False  # also: an output bias, and every other layer sees a window
     hyper_connections: bool = False  # also: no attn_norm, no ffn_norm, no output_norm
     sparse_attention: bool = False
     ngram: bool = False
@@ -50,6 +59,21 @@ class Family:
 
 
 FAMILIES: Mapping[str, Family] = {
+    "glm4moe": Family(
+        optional_head_norms=True,
+        optional_biases=True,
+        experts_by_keys=True,
+        scores="sigmoid",
+        ffn_norm="post_attention_norm",
+    ),
+    "gpt-oss": Family(
+        head_norms=False,
+        projection_biases=True,
+        sinks=True,
+        biased_experts=True,
+        ffn_norm="post_attention_norm",
+    ),
+    "llama": Family(head_norms=False, optional_biases=True, rope_pairs="neighbours"),
     "qwen2moe": Family(head_norms=False, projection_biases=True, shared_expert=True, renormalised=False),
     "qwen3moe": Family(),
     "qwen3next": Family(
@@ -89,7 +113,7 @@ def read_geometry(metadata: Metadata, tensors: Mapping[str, TensorExtent]) -> Mo
         metadata.refuse(
             "general.architecture", f'"{architecture}" is not supported; supported are {", ".join(FAMILIES)}'
         )
-    keys = _Keys(metadata, architecture)
+    keys = ArchitectureKeys(metadata, architecture)
     blocks = keys.integer("block_count", high=MAX_LAYERS)
     layers = blocks - keys.integer("nextn_predict_layers", low=0, high=blocks - 1, default=0)
     hidden = keys.integer("embedding_length", high=MAX_WIDTH)
@@ -108,41 +132,14 @@ def read_geometry(metadata: Metadata, tensors: Mapping[str, TensorExtent]) -> Mo
         num_real_tokens=_num_real_tokens(metadata, vocabulary),
         context_tokens=keys.integer("context_length", high=MAX_CONTEXT),
         rms_epsilon=keys.number("attention.layer_norm_rms_epsilon", low=0.0, high=1.0),
-        attention=_attention(keys, family, hidden),
-        experts=_experts(keys, family, blocks, layers, tensors),
+        attention=_attention(keys, family, blocks, layers, tensors),
+        experts=read_experts(keys, family, blocks, layers, tensors),
         recurrent_layers=recurrent,
         delta_net=_delta_net(keys, family) if family.recurrent else None,
         hyper_connections=_hyper_connections(keys) if family.hyper_connections else None,
         sparse_attention=_sparse_attention(keys, blocks, recurrent) if family.sparse_attention else None,
         ngram=_ngram(keys, layers, vocabulary) if family.ngram else None,
     )
-
-
-class _Keys:
-    """Metadata under the architecture's prefix."""
-
-    def __init__(self, metadata: Metadata, architecture: str) -> None:
-        self.metadata = metadata
-        self.prefix = f"{architecture}."
-
-    def integer(self, key: str, *, high: int, low: int = 1, default: int | None = None) -> int:
-        return self.metadata.integer(self.prefix + key, low=low, high=high, default=default)
-
-    def number(self, key: str, *, low: float, high: float, default: float | None = None) -> float:
-        return self.metadata.number(self.prefix + key, low=low, high=high, default=default)
-
-    def per_layer(self, key: str, *, blocks: int, layers: int, low: int, high: int) -> tuple[int, ...]:
-        """Return one integer per trunk layer; the array may also cover the MTP blocks after the trunk."""
-        values = self.metadata.integers(self.prefix + key, low=low, high=high)
-        if len(values) not in (blocks, layers):
-            self.refuse(key, f"{len(values)} elements, expected {blocks}, one per block")
-        return values[:layers]
-
-    def has(self, key: str) -> bool:
-        return self.prefix + key in self.metadata
-
-    def refuse(self, key: str, problem: str) -> None:
-        self.metadata.refuse(self.prefix + key, problem)
 
 
 def _num_real_tokens(metadata: Metadata, vocabulary: int) -> int:
@@ -169,11 +166,14 @@ def _num_real_tokens(metadata: Metadata, vocabulary: int) -> int:
     return real
 
 
-def _attention(keys: _Keys, family: Family, hidden: int) -> AttentionGeometry:
+def _attention(
+    keys: ArchitectureKeys, family: Family, blocks: int, layers: int, tensors: Mapping[str, TensorExtent]
+) -> AttentionGeometry:
     heads = keys.integer("attention.head_count", high=MAX_HEADS)
     kv_heads = keys.integer("attention.head_count_kv", high=MAX_HEADS, default=heads)
     if heads % kv_heads:
         keys.refuse("attention.head_count_kv", f"{kv_heads} does not divide head_count {heads}")
+    hidden = keys.integer("embedding_length", high=MAX_WIDTH)
     head_dim = keys.integer("attention.key_length", high=MAX_WIDTH, default=max(hidden // heads, 1))
     value_dim = keys.integer("attention.value_length", high=MAX_WIDTH, default=head_dim)
     if value_dim != head_dim:
@@ -185,6 +185,9 @@ def _attention(keys: _Keys, family: Family, hidden: int) -> AttentionGeometry:
     yarn = read_yarn(keys.metadata, keys.prefix)
     if yarn is not None and base == 1.0:
         keys.refuse("rope.freq_base", "1.0, with which YaRN has no slow and fast rotations")
+    if "rope_freqs.weight" in tensors:
+        keys.metadata.refuse("tensor rope_freqs.weight", "rotations scaled by a tensor are not supported")
+    biases = {f"blk.0.attn_{part}.bias" for part in ("q", "qkv")}
     return AttentionGeometry(
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -192,43 +195,31 @@ def _attention(keys: _Keys, family: Family, hidden: int) -> AttentionGeometry:
         rope_dims=rope_dims,
         rope_base=base,
         gated=family.gated_attention,
-        head_norms=family.head_norms,
-        projection_biases=family.projection_biases,
-        yarn=yarn,
+        head_norms="blk.0.attn_q_norm.weight" in tensors if family.optional_head_norms else family.head_norms,
+        projection_biases=(
+            any(name in tensors for name in biases) if family.optional_biases else family.projection_biases
+        ),
+        # Files do not say that gpt-oss's ramp, alone among them, does not end on whole pairs.
+        yarn=replace(yarn, whole_pairs=False) if yarn is not None and family.sinks else yarn,
+        rope_pairs=family.rope_pairs,
+        output_bias=family.sinks,
+        sinks=family.sinks,
+        windows=_windows(keys, blocks, layers) if family.sinks else (),
     )
 
 
-def _experts(
-    keys: _Keys, family: Family, blocks: int, layers: int, tensors: Mapping[str, TensorExtent]
-) -> ExpertGeometry:
-    count = keys.integer("expert_count", high=MAX_EXPERTS)
-    used = keys.integer("expert_used_count", high=count)
-    width = keys.metadata.get(keys.prefix + "expert_feed_forward_length")
-    if width is None:
-        # Some converters leave the key out; the down projection's input is the width.
-        down = [tensors.get(f"blk.{layer}.ffn_down_exps.weight") for layer in range(layers)]
-        widths = tuple(extent.shape[-1] if extent else 0 for extent in down)
-    elif isinstance(width, int):
-        widths = (keys.integer("expert_feed_forward_length", high=MAX_WIDTH),) * layers
-    else:
-        widths = keys.per_layer(
-            "expert_feed_forward_length", blocks=blocks, layers=layers, low=1, high=MAX_WIDTH
-        )
-    shared = 0
-    if family.shared_expert:
-        gate = tensors.get("blk.0.ffn_gate_shexp.weight")
-        found = gate.shape[0] if gate else None
-        shared = keys.integer("expert_shared_feed_forward_length", high=MAX_WIDTH, default=found)
-    return ExpertGeometry(
-        num_experts=count,
-        experts_per_token=used,
-        widths=widths,
-        shared_width=shared,
-        renormalised=family.renormalised,
-    )
+def _windows(keys: ArchitectureKeys, blocks: int, layers: int) -> tuple[int, ...]:
+    """Return each layer's window: the pattern says which layers have one, or after how many one has none."""
+    window = keys.integer("attention.sliding_window", high=MAX_CONTEXT)
+    pattern = "attention.sliding_window_pattern"
+    if keys.is_array(pattern):
+        flags = keys.per_layer(pattern, blocks=blocks, layers=layers, low=0, high=1)
+        return tuple(window if flag else 0 for flag in flags)
+    period = keys.integer(pattern, high=MAX_LAYERS, default=2)
+    return tuple(0 if (layer + 1) % period == 0 else window for layer in range(layers))
 
 
-def _recurrent_layers(keys: _Keys, blocks: int, layers: int) -> tuple[bool, ...]:
+def _recurrent_layers(keys: ArchitectureKeys, blocks: int, layers: int) -> tuple[bool, ...]:
     """Return which layers are DeltaNet; the explicit array of newer files wins over the interval."""
     if keys.has("attention.recurrent_layers"):
         flags = keys.per_layer("attention.recurrent_layers", blocks=blocks, layers=layers, low=0, high=1)
@@ -237,7 +228,7 @@ def _recurrent_layers(keys: _Keys, blocks: int, layers: int) -> tuple[bool, ...]
     return tuple((layer + 1) % interval != 0 for layer in range(layers))
 
 
-def _delta_net(keys: _Keys, family: Family) -> DeltaNetGeometry:
+def _delta_net(keys: ArchitectureKeys, family: Family) -> DeltaNetGeometry:
     key_heads = keys.integer("ssm.group_count", high=MAX_HEADS)
     value_heads = keys.integer("ssm.time_step_rank", high=MAX_HEADS)
     head_dim = keys.integer("ssm.state_size", high=MAX_WIDTH)
@@ -258,7 +249,7 @@ def _delta_net(keys: _Keys, family: Family) -> DeltaNetGeometry:
     )
 
 
-def _hyper_connections(keys: _Keys) -> HyperConnectionGeometry:
+def _hyper_connections(keys: ArchitectureKeys) -> HyperConnectionGeometry:
     return HyperConnectionGeometry(
         num_streams=keys.integer("hyper_connection.count", high=64),
         low_rank=keys.integer("hyper_connection.low_rank", high=MAX_WIDTH),
@@ -266,7 +257,7 @@ def _hyper_connections(keys: _Keys) -> HyperConnectionGeometry:
 
 
 def _sparse_attention(
-    keys: _Keys, blocks: int, recurrent: tuple[bool, ...]
+    keys: ArchitectureKeys, blocks: int, recurrent: tuple[bool, ...]
 ) -> SparseAttentionGeometry | None:
     """Return the indexer's sizes, or None for a file without any: all its attention layers are dense."""
     if not keys.has("attention.compress_ratios") and not keys.has("attention.indexer.top_k"):
@@ -288,7 +279,7 @@ def _sparse_attention(
     )
 
 
-def _ngram(keys: _Keys, layers: int, vocabulary: int) -> NgramGeometry | None:
+def _ngram(keys: ArchitectureKeys, layers: int, vocabulary: int) -> NgramGeometry | None:
     """Return the constants of the n-gram embedding, or None for a file without one."""
     if not keys.has("ple.layers"):
         return None

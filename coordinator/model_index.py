@@ -44,13 +44,16 @@ class ModelIndex:
         return self.layers[layer]
 
     def expert_tensors(self, layer: int) -> tuple[TensorExtent, ...]:
-        """Return a layer's routed experts in blob order: gate, up (or both fused), down."""
+        """Return a layer's routed experts in blob order: gate, up (or both fused), down.
+
+        A stacked tensor each or, in old files, as many tensors as there are experts.
+        """
         return self.experts[layer]
 
     def expert_blob_bytes(self, layer: int) -> int:
-        """Return the bytes of one routed expert: its parts of all expert tensors of the layer."""
+        """Return the bytes of one routed expert, its parts of the layer's expert tensors; 0 without any."""
         count = self.geometry.experts.num_experts
-        return sum(tensor.num_bytes // count for tensor in self.experts[layer])
+        return sum(tensor.num_bytes for tensor in self.experts[layer]) // count
 
     def dense_bytes(self, layer: int) -> int:
         """Return the bytes of a layer besides its routed experts."""

@@ -101,29 +101,67 @@ def layer_slots(geometry: ModelGeometry, layer: int) -> list[Slot]:
         if geometry.recurrent_layers[layer]
         else _attention_slots(geometry, layer)
     )
-    slots.append([{_name(layer, "ffn_gate_inp"): (geometry.experts.num_experts, hidden)}])
-    if shared := geometry.experts.shared_width:
-        slots += [
-            [{_name(layer, "ffn_gate_inp_shexp"): (hidden,)}],
-            [{_name(layer, "ffn_gate_shexp"): (shared, hidden)}],
-            [{_name(layer, "ffn_up_shexp"): (shared, hidden)}],
-            [{_name(layer, "ffn_down_shexp"): (hidden, shared)}],
-        ]
+    slots += _router_slots(geometry, layer)
     if geometry.ngram is not None and layer in geometry.ngram.layers:
         slots += _ngram_slots(geometry, layer)
     return slots
 
 
 def expert_slots(geometry: ModelGeometry, layer: int) -> list[Slot]:
-    """Return the slots of a layer's routed experts, in blob order: gate, up (or both fused), down."""
-    count, hidden = geometry.experts.num_experts, geometry.hidden_size
+    """Return the slots of a layer's routed experts, in blob order: gate, up (or both fused), down.
+
+    Old files have a tensor for each expert. A layer without routed experts has no slots.
+    """
+    count, hidden = geometry.experts.count(layer), geometry.hidden_size
     width = geometry.experts.widths[layer]
     plain: Form = {
         _name(layer, "ffn_gate_exps"): (count, width, hidden),
         _name(layer, "ffn_up_exps"): (count, width, hidden),
     }
+    if not count:
+        return []
     fused: Form = {_name(layer, "ffn_gate_up_exps"): (count, 2 * width, hidden)}
-    return [[plain, fused], [{_name(layer, "ffn_down_exps"): (count, hidden, width)}]]
+    single: Form = {
+        _name(layer, f"ffn_{part}.{expert}"): (width, hidden)
+        for part in ("gate", "up")
+        for expert in range(count)
+    }
+    single_down: Form = {_name(layer, f"ffn_down.{expert}"): (hidden, width) for expert in range(count)}
+    return [
+        [plain, fused, single],
+        [{_name(layer, "ffn_down_exps"): (count, hidden, width)}, single_down],
+    ]
+
+
+def _router_slots(geometry: ModelGeometry, layer: int) -> list[Slot]:
+    """Return the slots of router, biases and shared expert, or those of the layer's only MLP."""
+    experts, hidden = geometry.experts, geometry.hidden_size
+    count, width = experts.count(layer), experts.widths[layer]
+    if not count:
+        return _mlp_slots(layer, "", experts.dense_width, hidden)
+    slots: list[Slot] = [[{_name(layer, "ffn_gate_inp"): (count, hidden)}]]
+    if experts.router_bias:
+        slots.append([{_name(layer, "ffn_gate_inp", ".bias"): (count,)}])
+    if experts.selection_bias:
+        slots.append([{_name(layer, "exp_probs_b", ".bias"): (count,)}])
+    if experts.biases:
+        slots += [
+            [{_name(layer, f"ffn_{part}_exps", ".bias"): (count, out)}]
+            for part, out in (("gate", width), ("up", width), ("down", hidden))
+        ]
+    if experts.shared_width:
+        slots += _mlp_slots(layer, "_shexp", experts.shared_width, hidden)
+        if experts.shared_gate:
+            slots.append([{_name(layer, "ffn_gate_inp_shexp"): (hidden,)}])
+    return slots
+
+
+def _mlp_slots(layer: int, suffix: str, width: int, hidden: int) -> list[Slot]:
+    return [
+        [{_name(layer, f"ffn_gate{suffix}"): (width, hidden)}],
+        [{_name(layer, f"ffn_up{suffix}"): (width, hidden)}],
+        [{_name(layer, f"ffn_down{suffix}"): (hidden, width)}],
+    ]
 
 
 def _name(layer: int, part: str, suffix: str = ".weight") -> str:
@@ -151,6 +189,10 @@ def _attention_slots(geometry: ModelGeometry, layer: int) -> list[Slot]:
     if sparse is not None and sparse.compress_ratios[layer]:
         slots += [
             [{_name(layer, "indexer.q_proj"): (sparse.num_heads * sparse.head_dim, hidden)}],
+    if attention.output_bias:
+        slots.append([{_name(layer, "attn_output", ".bias"): (hidden,)}])
+    if attention.sinks:
+        slots.append([{_name(layer, "attn_sinks"): (attention.num_heads,)}])
             [{_name(layer, "indexer.k_proj"): (sparse.head_dim, hidden)}],
             [{_name(layer, "indexer.q_norm"): (sparse.head_dim,)}],
             [{_name(layer, "indexer.k_norm"): (sparse.head_dim,)}],
