@@ -10,6 +10,7 @@ from strata_coord.coordinator.ggml_types import type_name
 from strata_coord.coordinator.gguf_metadata import Metadata
 from strata_coord.coordinator.model_geometry import FAMILIES
 from strata_coord.coordinator.printable import printable
+from strata_coord.coordinator.unused_tensors import refuse_unused
 from strata_coord.ipc.assignment import ModelGeometry, TensorExtent
 from strata_coord.ipc.errors import InvariantError
 
@@ -28,6 +29,7 @@ class TensorCheck:
         self._metadata = metadata
         self._tensors = tensors
         self._missing: list[str] = []
+        self._taken: set[str] = set()
 
     def take(self, slots: Sequence[Slot]) -> tuple[TensorExtent, ...]:
         """Return the tensors that fill the slots, in slot order.
@@ -44,11 +46,13 @@ class TensorCheck:
             for name, shape in form.items():
                 self._check(self._tensors[name], shape)
                 taken.append(self._tensors[name])
+                self._taken.add(name)
         return tuple(taken)
 
     def finish(self) -> None:
-        """Raise ModelError if a slot stayed empty."""
+        """Raise ModelError if a slot stayed empty, or if a tensor fills none."""
         if not self._missing:
+            refuse_unused(self._metadata, (name for name in self._tensors if name not in self._taken))
             return
         names = ", ".join(printable(name) for name in self._missing[:_NAMES_SHOWN])
         more = len(self._missing) - _NAMES_SHOWN
@@ -114,12 +118,12 @@ def expert_slots(geometry: ModelGeometry, layer: int) -> list[Slot]:
     """
     count, hidden = geometry.experts.count(layer), geometry.hidden_size
     width = geometry.experts.widths[layer]
+    if not count:
+        return []
     plain: Form = {
         _name(layer, "ffn_gate_exps"): (count, width, hidden),
         _name(layer, "ffn_up_exps"): (count, width, hidden),
     }
-    if not count:
-        return []
     fused: Form = {_name(layer, "ffn_gate_up_exps"): (count, 2 * width, hidden)}
     single: Form = {
         _name(layer, f"ffn_{part}.{expert}"): (width, hidden)
@@ -185,14 +189,14 @@ def _attention_slots(geometry: ModelGeometry, layer: int) -> list[Slot]:
             [{_name(layer, "attn_q_norm"): (attention.head_dim,)}],
             [{_name(layer, "attn_k_norm"): (attention.head_dim,)}],
         ]
-    sparse = geometry.sparse_attention
-    if sparse is not None and sparse.compress_ratios[layer]:
-        slots += [
-            [{_name(layer, "indexer.q_proj"): (sparse.num_heads * sparse.head_dim, hidden)}],
     if attention.output_bias:
         slots.append([{_name(layer, "attn_output", ".bias"): (hidden,)}])
     if attention.sinks:
         slots.append([{_name(layer, "attn_sinks"): (attention.num_heads,)}])
+    sparse = geometry.sparse_attention
+    if sparse is not None and sparse.compress_ratios[layer]:
+        slots += [
+            [{_name(layer, "indexer.q_proj"): (sparse.num_heads * sparse.head_dim, hidden)}],
             [{_name(layer, "indexer.k_proj"): (sparse.head_dim, hidden)}],
             [{_name(layer, "indexer.q_norm"): (sparse.head_dim,)}],
             [{_name(layer, "indexer.k_norm"): (sparse.head_dim,)}],

@@ -1,3 +1,4 @@
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -141,6 +142,21 @@ def test_blocks_past_the_trunk_are_left_out(tmp_path: Path) -> None:
     index = load(tmp_path, (values, shapes))
     assert index.geometry.num_layers == 2
     assert not any(name.startswith("blk.2.") for name in index.tensors)
+
+
+def test_yarn_has_the_defaults_of_the_models_own_code(tmp_path: Path) -> None:
+    yarn = load(tmp_path, changed(made.qwen3moe, **YARN)).geometry.attention.yarn
+    assert yarn is not None
+    assert (yarn.factor, yarn.original_tokens, yarn.beta_fast, yarn.beta_slow) == (4.0, 64, 32.0, 1.0)
+    assert yarn.magnitude == pytest.approx(0.1 * math.log(4.0) + 1.0)
+    assert load(tmp_path, made.qwen3moe()).geometry.attention.yarn is None
+
+
+def test_a_stated_magnitude_of_yarn_replaces_the_default(tmp_path: Path) -> None:
+    keys = YARN | {"rope__scaling__yarn_attn_factor": 1.5, "rope__scaling__yarn_beta_fast": 16.0}
+    yarn = load(tmp_path, changed(made.qwen3moe, **keys)).geometry.attention.yarn
+    assert yarn is not None
+    assert (yarn.magnitude, yarn.beta_fast) == (1.5, 16.0)
 
 
 def test_the_trailing_run_of_unused_tokens_is_not_real(tmp_path: Path) -> None:
@@ -327,6 +343,35 @@ def test_missing_tensors_are_listed_five_at_most(tmp_path: Path) -> None:
     assert re.search(
         r"12 missing: (blk\.1\.\S+ ){5}and 7 more$", refusal(tmp_path, (values, shapes)).replace(",", "")
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("v.blk.0.attn_q.weight", "tensor v.blk.0.attn_q.weight: images are not supported"),
+        ("mm.0.weight", "tensor mm.0.weight: images are not supported"),
+        ("blk.1.ffn_gate_exps.scale", "tensor blk.1.ffn_gate_exps.scale: per-tensor scales (NVFP4)"),
+        ("blk.1.attn_q.input_scale", "tensor blk.1.attn_q.input_scale: per-tensor scales (NVFP4)"),
+        ("blk.0.attn_q.bias", "tensors: 1 that this architecture does not have: blk.0.attn_q.bias"),
+        ("rope_\x1bfreqs.weight", "1 that this architecture does not have: rope_\\x1bfreqs.weight"),
+    ],
+)
+def test_a_tensor_that_would_be_left_out_is_refused_by_name(tmp_path: Path, name: str, expected: str) -> None:
+    values, shapes = made.qwen3moe()
+    assert expected in refusal(tmp_path, (values, shapes | {name: (32,)}))
+
+
+def test_unused_tensors_are_listed_five_at_most(tmp_path: Path) -> None:
+    values, shapes = made.qwen3moe()
+    extra = {f"blk.0.extra{number}.weight": (32,) for number in range(7)}
+    message = refusal(tmp_path, (values, shapes | extra))
+    assert message.endswith("blk.0.extra4.weight and 2 more")
+    assert "7 that this architecture does not have" in message
+
+
+def test_scales_of_blocks_past_the_trunk_do_not_matter(tmp_path: Path) -> None:
+    values, shapes = changed(made.qwen3moe, block_count=3, nextn_predict_layers=1)
+    assert load(tmp_path, (values, shapes | {"blk.2.attn_q.scale": (1,)})).geometry.num_layers == 2
 
 
 def test_a_model_without_an_embedding_is_refused(tmp_path: Path) -> None:
