@@ -15,7 +15,7 @@ PROTOCOL_VERSION = 1
 NOT_FINITE = -1  # the token of a row whose logits are not finite: the request fails, the stage goes on
 
 UploadPolicy = Literal["stream-all", "routed-only"]
-OperationKind = Literal["create", "drop"]
+OperationKind = Literal["create", "drop", "truncate", "snapshot", "restore", "drop-snapshot"]
 Direction = Literal["in", "out"]
 
 
@@ -34,6 +34,17 @@ class SamplingSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotMark:
+    """Where the state of a segment's sequence is copied, by each layer as its attention half comes by.
+
+    The snapshot counts once the super-chunk has finished on all stages.
+    """
+
+    snapshot: int  # unique in a launch, from 1
+    position: int  # rows that it covers, first_position < position <= first_position + count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
     """A run of consecutive tokens of one sequence inside a super-chunk.
 
@@ -47,15 +58,27 @@ class Segment:
     count: int
     sample: SamplingSettings | None = None
     logits: bool = False  # write the logits of every row to the sequence's logits file
+    snapshots: tuple[SnapshotMark, ...] = ()  # by rising position
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateOperation:
-    """A change of sequence state that every stage applies before the rows of its super-chunk."""
+    """A change of sequence state that every stage applies before the rows of its super-chunk.
+
+    create         an empty state
+    drop           the state is freed; snapshots of it stay
+    truncate       the first position rows stay. A model with histories (recurrent state and the like) goes
+                   back only to a snapshot of this sequence at position, to all rows or to none
+    snapshot       the state is copied where it ends
+    restore        a new sequence begins with the state of a snapshot
+    drop-snapshot  the snapshot is freed; sequence is not looked at
+    """
 
     kind: OperationKind
     sequence: int
     seat: int
+    position: int = 0  # truncate
+    snapshot: int = 0  # truncate (0: none), snapshot, restore, drop-snapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,7 @@ from strata_coord.stage_worker.ngram_rows import FileNgramTable
 from strata_coord.stage_worker.residency import place_experts
 from strata_coord.stage_worker.sequence_state import StatePool
 from strata_coord.stage_worker.stager import Stager
+from strata_coord.stage_worker.state_operations import apply_operations, reserve_segments, settle_segments
 from strata_coord.stage_worker.walk import Walk, WalkObserver, layer_group
 
 EMBEDDING = "token_embd.weight"
@@ -132,6 +133,7 @@ class Stage:
             kv_dtype=assignment.kv_dtype,
             kv_pool_tokens=assignment.kv_pool_tokens,
             max_sequences=assignment.max_sequences,
+            max_snapshots=assignment.max_snapshots,
             device=self._backend.device,
         )
         self._rows = torch.empty(
@@ -140,7 +142,8 @@ class Stage:
             dtype=torch.float32,
             device=self._backend.device,
         )
-        self._lost: set[int] = set()  # sequences given up, alone or with a walk: their state is of no use
+        # Sequences given up, alone or with a walk -> position from which on their state is of no use.
+        self._lost: dict[int, int] = {}
         self._walk = Walk(
             family=self._family,
             first_layer=assignment.first_layer,
@@ -195,9 +198,13 @@ class Stage:
         token_ids: per segment, int64 ids of all positions of its sequence up to the segment's end.
 
         Raises:
-            InvariantError: the super-chunk has more rows than the plan made room for.
+            InvariantError: the super-chunk has more rows than the plan made room for, or its operations do
+                not fit the states.
+            RequestError: there is no room for a state, a snapshot or its pages, or a sequence cannot be cut
+                back as asked.
         """
-        self._apply_operations(super_chunk)
+        apply_operations(self._states, super_chunk.operations, lost=self._lost)
+        reserve_segments(self._states, super_chunk.segments, lost=self._lost)
         num_rows = super_chunk.rows
         if num_rows > self._rows.shape[0]:
             message = (
@@ -218,10 +225,8 @@ class Stage:
             if has_rows and super_chunk.segments:
                 walked = self._walk_live(super_chunk, rows_SW, token_ids, is_cancelled=everything_cancelled)
             finished = walked is not None
-            if walked is None:
-                self._lost.update(segment.sequence for segment in super_chunk.segments)
-            else:
-                self._lost.update(found.sequence for found in walked)
+            given_up = None if walked is None else {found.sequence for found in walked}
+            settle_segments(self._states, super_chunk.segments, lost=self._lost, given_up=given_up)
             if outbound is not None:
                 if finished:
                     outbound.send(super_chunk, rows_SW)
@@ -237,17 +242,6 @@ class Stage:
             tokens=tuple(tokens),
             not_finite=walked or (),
         )
-
-    def _apply_operations(self, super_chunk: SuperChunk) -> None:
-        for operation in super_chunk.operations:
-            self._lost.discard(operation.sequence)
-            if operation.kind == "create":
-                self._states.create(operation.sequence)
-            else:
-                self._states.drop(operation.sequence)
-        for segment in super_chunk.segments:
-            # All pages of all segments first: running out inside a layer would leave some segments ahead.
-            self._states.get(segment.sequence).reserve(segment.first_position + segment.count)
 
     def _walk_live(
         self,

@@ -19,6 +19,7 @@ class Piece:
     start: int
     stop: int
     first_position: int
+    snapshot: int = 0  # taken of the sequence after these rows, the last of their sub-chunk; 0: none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +35,8 @@ def cut_sub_chunks(segments: Sequence[Segment], *, max_rows: int) -> list[SubChu
     """Cut the segments' rows, in order, into sub-chunks of at most max_rows rows.
 
     A sub-chunk may span segments. A segment is cut only where its position is a multiple of CUT_TOKENS, as
-    long as max_rows is one.
+    long as max_rows is one, and where a snapshot is due: there the sub-chunk ends, so that every layer is at
+    that position for a moment.
 
     Raises:
         InvariantError: max_rows is below one.
@@ -48,19 +50,31 @@ def cut_sub_chunks(segments: Sequence[Segment], *, max_rows: int) -> list[SubChu
     start = end = 0
     for index, segment in enumerate(segments):
         position, last = segment.first_position, segment.first_position + segment.count
+        due = [(mark.position, mark.snapshot) for mark in segment.snapshots]
         while position < last:
             room = max_rows - (end - start)
-            stop = last if last - position <= room else (position + room) // cut * cut
+            goal = due[0][0] if due else last
+            stop = goal if goal - position <= room else (position + room) // cut * cut
             if stop <= position:  # no cut point in the room that is left
                 chunks.append(SubChunk(start=start, stop=end, pieces=tuple(pieces)))
                 start, pieces = end, []
                 continue
             offset = end - start
+            snapshot = due.pop(0)[1] if due and stop == goal else 0
             pieces.append(
-                Piece(segment=index, start=offset, stop=offset + stop - position, first_position=position)
+                Piece(
+                    segment=index,
+                    start=offset,
+                    stop=offset + stop - position,
+                    first_position=position,
+                    snapshot=snapshot,
+                )
             )
             end += stop - position
             position = stop
+            if snapshot:
+                chunks.append(SubChunk(start=start, stop=end, pieces=tuple(pieces)))
+                start, pieces = end, []
     if pieces:
         chunks.append(SubChunk(start=start, stop=end, pieces=tuple(pieces)))
     return chunks

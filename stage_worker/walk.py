@@ -150,6 +150,9 @@ class Walk:
             half = layer.attention_half(
                 rows_SW[sub.start : sub.stop], self._segment_rows(super_chunk, sub, token_ids), weights
             )
+            for piece in sub.pieces:
+                if piece.snapshot:
+                    self._states.copy_histories(piece.snapshot, layer.index)
             here = slice(sub.start, sub.stop)
             buffers.x_SD[here] = half.x_TD
             buffers.ids_SK[here] = half.ids_TK
