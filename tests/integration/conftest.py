@@ -5,6 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from oracle import metadata
+from oracle.export import ExportOptions, export_gguf
+from oracle.fixtures import TinyCase
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -34,3 +37,13 @@ def no_folder_is_left(runtime_root: Path) -> Iterator[None]:
     left = launch_folders(runtime_root) - before
     if left:
         pytest.fail(f"{len(left)} launch folders are left")
+
+
+@pytest.fixture(scope="session")
+def bare_model(tiny_qwen3moe_f32: TinyCase, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model without a vocabulary: it has no end token, so it answers for as long as it may."""
+    path = tmp_path_factory.mktemp("bare") / "bare.gguf"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metadata, "_add_tokenizer", lambda *_: None)
+        export_gguf(tiny_qwen3moe_f32.model, path, ExportOptions(recipe="f32"))
+    return path
