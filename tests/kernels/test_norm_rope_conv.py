@@ -7,7 +7,7 @@ from strata_coord.kernels.causal_conv import causal_conv_silu
 from strata_coord.kernels.expert_mlp import swiglu
 from strata_coord.kernels.hyper import read_streams, write_streams
 from strata_coord.kernels.norm import group_rms_norm, l2_normalize, rms_norm
-from strata_coord.kernels.rope import rotary_table, rotate
+from strata_coord.kernels.rope import rotary_frequencies, rotary_table, rotate, yarn_frequencies
 
 
 def test_rms_norm_against_torch() -> None:
@@ -40,6 +40,34 @@ def test_rope_rotates_pairs_and_passes_the_rest() -> None:
             torch.testing.assert_close(got[row, :, j + 2], b * math.cos(angle) + a * math.sin(angle))
     assert torch.equal(got[..., 4:], x[..., 4:])
     assert torch.equal(got[0], x[0])
+
+
+def test_yarn_keeps_fast_pairs_and_divides_slow_ones() -> None:
+    plain = rotary_frequencies(64, 1e6).double()
+    got = yarn_frequencies(64, 1e6, factor=4.0, original_tokens=32768, beta_fast=32, beta_slow=1).double()
+    turns = plain * 32768 / (2 * math.pi)
+    ratio = got / plain
+    torch.testing.assert_close(ratio[turns > 60], torch.ones_like(ratio[turns > 60]), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        ratio[turns < 0.5], torch.full_like(ratio[turns < 0.5], 0.25), rtol=1e-6, atol=0
+    )
+    assert (ratio[1:] <= ratio[:-1] + 1e-6).all()
+    assert ((ratio > 0.26) & (ratio < 0.99)).any()
+
+
+def test_yarn_without_a_ramp_is_a_step() -> None:
+    got = yarn_frequencies(4, 100.0, factor=2.0, original_tokens=1, beta_fast=32, beta_slow=1)
+    plain = rotary_frequencies(4, 100.0)
+    assert got.isfinite().all()
+    assert torch.equal(got, torch.stack((plain[0], plain[1] / 2)))
+
+
+def test_the_magnitude_multiplies_both_tables() -> None:
+    positions = torch.tensor([0, 5])
+    cos, sin = rotary_table(positions, 4, 100.0)
+    scaled = rotary_table(positions, 4, 100.0, magnitude=1.25)
+    assert torch.equal(scaled[0], cos * 1.25)
+    assert torch.equal(scaled[1], sin * 1.25)
 
 
 @pytest.mark.parametrize(("taps", "dilation"), [(4, 1), (4, 3), (2, 5)])

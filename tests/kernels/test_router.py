@@ -81,3 +81,13 @@ def test_groups_rank_by_their_best_expert_or_by_their_best_two(
     router = torch.tensor([[3.0], [-3.0], [2.0], [2.0], [-3.0], [-3.0]])
     ids, _ = route(torch.ones(1, 1), router, 2, scores=scores, groups=3, groups_used=1)
     assert ids.tolist() == expected
+
+
+def test_weights_that_are_not_renormalised_are_the_probabilities() -> None:
+    x, router = torch.randn(20, 16), torch.randn(10, 16)
+    ids, weights = route(x, router, 4, renormalised=False)
+    same_ids, scaled = route(x, router, 4)
+    assert torch.equal(ids, same_ids)
+    torch.testing.assert_close(weights, torch.softmax(x @ router.T, -1).gather(1, ids))
+    assert torch.equal(weights / weights.sum(-1, keepdim=True), scaled)
+    assert float(weights.sum(-1).max()) < 1.0
