@@ -15,8 +15,15 @@ import numpy as np
 import torch
 
 from strata_coord.coordinator.model_index import ModelIndex, load_model_index
-from strata_coord.ipc.assignment import StageAssignment
-from strata_coord.ipc.messages import SampledToken, SamplingSettings, Segment, StateOperation, SuperChunk
+from strata_coord.ipc.assignment import KV_PAGE_TOKENS, KvDtype, StageAssignment
+from strata_coord.ipc.messages import (
+    SampledToken,
+    SamplingSettings,
+    Segment,
+    SnapshotMark,
+    StateOperation,
+    SuperChunk,
+)
 from strata_coord.stage_worker.stage import Stage, SuperChunkResult
 
 
@@ -81,6 +88,9 @@ class StageChain:
         group_rows: int = 48,
         max_sequences: int = 8,
         context_tokens: int = 512,
+        kv_dtype: KvDtype = "fp32",
+        kv_pool_tokens: int | None = None,
+        max_snapshots: int = 8,
     ) -> None:
         self.index = load_model_index(path)
         self.sub_chunk_tokens = sub_chunk_tokens
@@ -98,6 +108,9 @@ class StageChain:
                     group_rows=group_rows,
                     max_sequences=max_sequences,
                     context_tokens=context_tokens,
+                    kv_dtype=kv_dtype,
+                    kv_pool_tokens=kv_pool_tokens or max_sequences * context_tokens,
+                    max_snapshots=max_snapshots,
                 ),
                 observer=self.logs[stage],
             )
@@ -127,10 +140,12 @@ class StageChain:
         cancel: Callable[[int, Segment], bool] = lambda _stage, _segment: False,
         sample: SamplingSettings | None = SamplingSettings(),  # noqa: B008  frozen
         logits: Mapping[int, Path] | None = None,
+        snapshots: Mapping[int, Mapping[int, int]] | None = None,
     ) -> list[SampledToken]:
         """Run one super-chunk; segments are (sequence, count), going on where the sequence stands.
 
         logits: files of the sequences whose logits are written.
+        snapshots: by sequence, position -> number of the snapshot that is due there.
         cancel: asked by stage and segment whenever a stage looks at its cancel words.
         """
         made = []
@@ -145,6 +160,10 @@ class StageChain:
                     count=count,
                     sample=sample,
                     logits=sequence in (logits or {}),
+                    snapshots=tuple(
+                        SnapshotMark(snapshot=number, position=position)
+                        for position, number in (snapshots or {}).get(sequence, {}).items()
+                    ),
                 )
             )
         super_chunk = SuperChunk(
@@ -189,6 +208,25 @@ class StageChain:
         del self.token_ids[sequence], self.positions[sequence]
         return StateOperation(kind="drop", sequence=sequence, seat=0)
 
+    def truncate(self, sequence: int, position: int, snapshot: int = 0) -> StateOperation:
+        self.positions[sequence] = position
+        return StateOperation(
+            kind="truncate", sequence=sequence, seat=0, position=position, snapshot=snapshot
+        )
+
+    def snapshot(self, sequence: int, snapshot: int) -> StateOperation:
+        """Copy the state where the sequence ends."""
+        return StateOperation(kind="snapshot", sequence=sequence, seat=0, snapshot=snapshot)
+
+    def restore(self, sequence: int, snapshot: int, position: int, ids: Sequence[int]) -> StateOperation:
+        """Begin a sequence with the position rows of a snapshot; ids are the whole prompt."""
+        self.token_ids[sequence] = list(ids)
+        self.positions[sequence] = position
+        return StateOperation(kind="restore", sequence=sequence, seat=0, snapshot=snapshot)
+
+    def drop_snapshot(self, snapshot: int) -> StateOperation:
+        return StateOperation(kind="drop-snapshot", sequence=0, seat=0, snapshot=snapshot)
+
     def prompt_logits(
         self, ids: Sequence[int], folder: Path, cuts: Sequence[int], **settings: object
     ) -> torch.Tensor:
@@ -222,7 +260,9 @@ class StageChain:
         """Whether no upload is planned or on its way, no rows wait, and no sequence has state."""
         return (
             all(stage._stager.is_idle for stage in self.stages)
-            and all(stage._states.free_tokens == stage._states.num_pages * 64 for stage in self.stages)
+            and all(
+                stage._states.free_tokens == stage._states.num_pages * KV_PAGE_TOKENS for stage in self.stages
+            )
             and not any(link.sent for link in self.links)
         )
 
@@ -242,12 +282,16 @@ def assignment(
     group_rows: int,
     max_sequences: int,
     context_tokens: int,
+    kv_dtype: KvDtype,
+    kv_pool_tokens: int,
+    max_snapshots: int,
 ) -> StageAssignment:
     """One stage's assignment, every choice made by hand."""
     first, last = edges[stage], edges[stage + 1]
     num_experts = index.geometry.experts.num_experts
     resident = tuple(range(min(tiers.resident, num_experts)))
     arena = tuple(range(len(resident), min(len(resident) + tiers.arena, num_experts)))
+    has_experts = [index.geometry.experts.count(layer) > 0 for layer in range(first, last)]
     return StageAssignment(
         stage=stage,
         num_stages=len(edges) - 1,
@@ -262,12 +306,13 @@ def assignment(
         super_chunk_tokens=max_rows,
         sub_chunk_tokens=sub_chunk_tokens,
         expert_group_rows=group_rows,
-        resident_experts=(resident,) * (last - first),
-        arena_experts=(arena,) * (last - first),
+        resident_experts=tuple(resident if has else () for has in has_experts),
+        arena_experts=tuple(arena if has else () for has in has_experts),
         window_slots=tiers.window_slots,
-        kv_dtype="fp32",
-        kv_pool_tokens=max_sequences * context_tokens,
+        kv_dtype=kv_dtype,
+        kv_pool_tokens=kv_pool_tokens,
         max_sequences=max_sequences,
+        max_snapshots=max_snapshots,
         context_tokens=context_tokens,
     )
 

@@ -6,12 +6,16 @@ from types import MappingProxyType
 from strata_coord.ipc.assignment import ModelGeometry
 from strata_coord.ipc.errors import ModelError
 from strata_coord.stage_worker.models.family import Family, NgramTable
+from strata_coord.stage_worker.models.plain_moe import build_llama, build_post_attention_norm
 from strata_coord.stage_worker.models.qwen3moe import build_qwen3moe
 from strata_coord.stage_worker.models.qwen3next import build_qwen3next
 from strata_coord.stage_worker.models.qwen4exp import build_qwen4exp
 
 BUILDERS: Mapping[str, Callable[[ModelGeometry, NgramTable | None], Family]] = MappingProxyType(
     {
+        "glm4moe": build_post_attention_norm,
+        "gpt-oss": build_post_attention_norm,
+        "llama": build_llama,
         "qwen2moe": build_qwen3moe,
         "qwen3moe": build_qwen3moe,
         "qwen3next": build_qwen3next,

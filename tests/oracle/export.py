@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from oracle.links import AnyLink, model_links
 from oracle.metadata import add_metadata
+from oracle.plain_moe import PLAIN_MOE
 from torch import nn
 
 from strata_coord.coordinator.synthetic_blocks import RandomSource, random_rows
@@ -31,6 +32,7 @@ ARCHITECTURES = {
     "qwen3_vl_moe_text": "qwen3vlmoe",
     "qwen3_5_moe_text": "qwen35moe",
     "qwen4_exp_text": "qwen4exp",
+    **PLAIN_MOE,
 }
 
 # Kinds without an entry are F32. Router, norms, convolutions and biases are F32 in all real files.
@@ -50,6 +52,7 @@ RECIPES: dict[str, dict[str, Type]] = {
         "table": Type.Q8_0,
         "experts_gate_up": Type.Q4_K,
         "experts_down": Type.Q8_0,
+        "mxfp4": Type.MXFP4,
     },
 }
 
@@ -62,6 +65,7 @@ class ExportOptions:
     shards: int = 1  # more: names end in -00001-of-0000N.gguf, tensors are cut evenly, so layers straddle
     empty_first_shard: bool = False  # the metadata shard holds no tensor
     fused_gate_up: bool = False
+    single_experts: bool = False  # plain MoE: a tensor for each expert, as in the first files of Mixtral
     fused_qkv: bool = False  # attn_qkv on attention layers
     legacy_ssm_in: bool = False  # qwen3next: one matrix in the order of Hugging Face
     shared_gate_row: bool = False  # ffn_gate_inp_shexp as [1, H]

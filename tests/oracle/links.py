@@ -78,6 +78,11 @@ AnyLink = Link | JointLink
 
 def model_links(model: Any, architecture: str, options: ExportOptions) -> Iterator[AnyLink]:
     """Yield a link for every tensor of the file."""
+    from oracle.plain_moe import TINY_PLAIN_MOE, plain_moe_links
+
+    if architecture in TINY_PLAIN_MOE:
+        yield from plain_moe_links(model, architecture, options)
+        return
     yield Link("token_embd.weight", "embedding", model.model.embed_tokens.weight.data)
     if not model.config.tie_word_embeddings:
         yield Link("output.weight", "output", model.lm_head.weight.data)

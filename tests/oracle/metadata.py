@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import gguf
+from oracle.plain_moe import TINY_PLAIN_MOE, add_plain_moe_keys
 from oracle.vocabulary import CHAT_TEMPLATE, tiny_vocabulary
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ def add_metadata(
     config: Any = model.config
     layers: Any = model.model.layers
     num_blocks = config.num_hidden_layers + options.nextn_layers
-    widths = [layer.mlp.experts.down_proj.shape[-1] for layer in layers]
 
     def add(key: str, value: float | str) -> None:
         full = f"{architecture}.{key}"
@@ -45,6 +45,11 @@ def add_metadata(
         add("attention.key_length", config.head_dim)
         add("attention.value_length", config.head_dim)
     add("attention.layer_norm_rms_epsilon", float(config.rms_norm_eps))
+    if architecture in TINY_PLAIN_MOE:
+        add_plain_moe_keys(writer, add, config, architecture)
+        _add_tokenizer(writer, architecture)
+        return
+    widths = [layer.mlp.experts.down_proj.shape[-1] for layer in layers]
     _add_rope(writer, add, config, architecture)
     add("expert_count", config.num_experts)
     add("expert_used_count", config.num_experts_per_tok)

@@ -41,7 +41,7 @@ def reference(model: nn.Module, ids: list[int] | torch.Tensor) -> Reference:
     gaps = {"router": torch.full((num_tokens,), math.inf), "block": torch.full((num_tokens,), math.inf)}
     handles = []
     for module in model.modules():
-        if type(module).__name__.endswith("TopKRouter"):
+        if type(module).__name__.lower().endswith("topkrouter"):
             handles.append(module.register_forward_hook(_router_hook(gaps)))
         elif type(module).__name__.endswith("QSAIndexer"):
             handles.append(module.register_forward_pre_hook(_indexer_hook(gaps)))
@@ -55,10 +55,27 @@ def reference(model: nn.Module, ids: list[int] | torch.Tensor) -> Reference:
 
 def _router_hook(gaps: dict[str, torch.Tensor]) -> Any:
     def hook(router: Any, _inputs: Any, outputs: Any) -> None:
-        top = outputs[0].float().softmax(-1).topk(router.top_k + 1, dim=-1).values
+        logits = outputs[0].float()
+        if hasattr(router, "e_score_correction_bias"):
+            choice, group_gap = _grouped_choice(router, logits.sigmoid() + router.e_score_correction_bias)
+            gaps["router"] = torch.minimum(gaps["router"], group_gap)
+        else:
+            choice = logits.softmax(-1)
+        top = choice.topk(router.top_k + 1, dim=-1).values
         gaps["router"] = torch.minimum(gaps["router"], top[:, -2] - top[:, -1])
 
     return hook
+
+
+def _grouped_choice(router: Any, choice: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scores that experts are chosen by, and how near each token came to another group."""
+    if router.topk_group == router.num_group:
+        return choice, torch.full((len(choice),), math.inf)
+    groups = choice.view(len(choice), router.num_group, -1)
+    rank = groups.topk(2, dim=-1).values.sum(-1)
+    top = rank.topk(router.topk_group + 1, dim=-1).values
+    is_used = rank >= top[:, -2:-1]
+    return groups.masked_fill(~is_used[..., None], -math.inf).flatten(1), top[:, -2] - top[:, -1]
 
 
 def _indexer_hook(gaps: dict[str, torch.Tensor]) -> Any:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from oracle.plain_moe import TINY_PLAIN_MOE, draw_buffers
 from oracle.vocabulary import VOCABULARY_SIZE, tiny_vocabulary
 from torch import nn
 
@@ -203,6 +204,7 @@ _BUILDERS = {
     "qwen3vlmoe": _qwen3vlmoe,
     "qwen35moe": _qwen35moe,
     "qwen4exp": _qwen4exp,
+    **TINY_PLAIN_MOE,
 }
 
 # Their norms are drawn around 0: 1 + w is what multiplies.
@@ -214,6 +216,7 @@ def _randomise(model: nn.Module, generator: torch.Generator) -> None:
     for name, parameter in model.named_parameters():
         draw = torch.randn(parameter.shape, generator=generator)
         parameter.copy_(_scaled(name, draw, is_zero_centred=is_zero_centred))
+    draw_buffers(model, generator)
 
 
 def _scaled(name: str, draw: torch.Tensor, *, is_zero_centred: bool) -> torch.Tensor:
@@ -222,14 +225,16 @@ def _scaled(name: str, draw: torch.Tensor, *, is_zero_centred: bool) -> torch.Te
         return 0.7 * draw
     if name.endswith("dt_bias"):
         return draw - 1.0
-    if "conv1d" in name or name.endswith(".bias"):
+    if "conv1d" in name or name.endswith((".bias", "proj_bias")):
         return 0.5 * draw
+    if name.endswith(".sinks"):
+        return draw
     if draw.dim() == 1:  # norms; linear_attn.norm is stored as it is, the others of qwen4exp around zero
         return 0.2 * draw + (0.0 if is_zero_centred and not name.endswith("linear_attn.norm.weight") else 1.0)
     if "embed" in name:
         return draw
     gain = 1.0
-    if name.endswith("mlp.gate.weight"):
+    if name.endswith(("mlp.gate.weight", "mlp.router.weight")):
         gain = 1.5
     elif name == "lm_head.weight" or "block_inject" in name or "mix_weight" in name:
         gain = 2.0
