@@ -125,7 +125,7 @@ def blob_bytes(model: PlannedModel, layer: int) -> int:
 
 
 def window_slot_bytes(model: PlannedModel, shape: StageShape) -> int:
-    """Return the bytes of one window slot: the largest blob of the stage."""
+    """Return the bytes of one window slot: the largest blob of the stage, 0 where no layer has experts."""
     return max(blob_bytes(model, layer) for layer in range(shape.first_layer, shape.last_layer))
 
 
@@ -203,6 +203,8 @@ def divide_expert_room(
         slot_bytes: Of the window.
         window_slots: The user's choice, or None.
     """
+    if not ranked_bytes:
+        return ExpertRoom(window_slots=window_slots or MIN_WINDOW_SLOTS, num_resident=0)
     num_layers = len(set(ranked_layers))
     cache_bytes = sum(ranked_bytes)
     streamed = dict.fromkeys(ranked_layers, 0)
@@ -252,5 +254,6 @@ def _expert_buffer_bytes(model: PlannedModel, shape: StageShape, sizes: Sizes) -
     width = max(geometry.experts.widths[shape.first_layer : shape.last_layer])
     expert = 3 * width * hidden * FP32_BYTES
     group = sizes.expert_group_rows * (2 * hidden + 3 * width) * FP32_BYTES
-    shared = sizes.sub_chunk_tokens * (hidden + 3 * geometry.experts.shared_width) * FP32_BYTES
-    return rows * per_row + routing + expert + group + (shared if geometry.experts.shared_width else 0)
+    common = max(geometry.experts.shared_width, geometry.experts.dense_width)
+    shared = sizes.sub_chunk_tokens * (hidden + 3 * common) * FP32_BYTES
+    return rows * per_row + routing + expert + group + (shared if common else 0)

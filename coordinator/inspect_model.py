@@ -6,7 +6,7 @@ Text, escaped, so that neither markup nor escape sequences in them take effect.
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -73,17 +73,26 @@ def _layer(index: ModelIndex, layer: int) -> dict[str, Any]:
         "dense_types": _type_names(index.layer_tensors(layer)),
         "expert_bytes": sum(tensor.num_bytes for tensor in experts),
         "expert_blob_bytes": index.expert_blob_bytes(layer),
-        "expert_types": [type_name(tensor.ggml_type) for tensor in experts],  # in blob order
+        "expert_types": _expert_types(experts),  # in blob order
         "ngram": index.geometry.ngram is not None and layer in index.geometry.ngram.layers,
         "files": sorted({tensor.file for tensor in (*index.layer_tensors(layer), *experts)}),
     }
+
+
+def _expert_types(tensors: Sequence[TensorExtent]) -> list[str]:
+    """Return the type of each part of an expert; stacked tensors are a part each, matrices one in three."""
+    step = max(len(tensors) // 3, 1) if tensors and len(tensors[0].shape) == 2 else 1
+    return [type_name(tensor.ggml_type) for tensor in tensors[::step]]
 
 
 def _mixer(index: ModelIndex, layer: int) -> str:
     if index.geometry.recurrent_layers[layer]:
         return "deltanet"
     sparse = index.geometry.sparse_attention
-    return "sparse attention" if sparse is not None and sparse.compress_ratios[layer] else "attention"
+    if sparse is not None and sparse.compress_ratios[layer]:
+        return "sparse attention"
+    windows = index.geometry.attention.windows
+    return f"attention over {windows[layer]} tokens" if windows and windows[layer] else "attention"
 
 
 def _tensor(tensor: TensorExtent) -> dict[str, Any]:

@@ -204,7 +204,13 @@ def _draft(
 
 def _rank(model: PlannedModel, shape: StageShape) -> _Ranking:
     layers = range(shape.first_layer, shape.last_layer)
-    experts = [(layer, expert) for expert in range(model.geometry.experts.num_experts) for layer in layers]
+    counts = {layer: model.geometry.experts.count(layer) for layer in layers}
+    experts = [
+        (layer, expert)
+        for expert in range(model.geometry.experts.num_experts)
+        for layer in layers
+        if expert < counts[layer]
+    ]
     sizes = {layer: blob_bytes(model, layer) for layer in layers}
     return _Ranking(
         first_layer=shape.first_layer,
@@ -215,7 +221,7 @@ def _rank(model: PlannedModel, shape: StageShape) -> _Ranking:
 
 
 def _window_slots(config: Config, slot_bytes: int, room_bytes: int) -> int | None:
-    if config.memory.window_mib == "auto":
+    if config.memory.window_mib == "auto" or slot_bytes == 0:
         return None
     asked = config.memory.window_mib * MIB // slot_bytes
     return max(MIN_WINDOW_SLOTS, min(asked, room_bytes // slot_bytes))

@@ -84,6 +84,12 @@ def attention_scratch_bytes(
             # The mask of a tile of rows is a byte and then a float for each key.
             mask = max(context, min(rows * context, MASK_ELEMENTS))
             here += mask * (1 + FP32_BYTES)
+            if attention.sinks:
+                # Queries, keys and values once more, each a dim wider, and the keys and values one longer.
+                wider = (
+                    2 * attention.num_kv_heads * (context + 1) + 2 * rows * attention.num_heads
+                ) * FP32_BYTES
+                here += wider * (attention.head_dim + 1)
             ratio = _compress_ratio(geometry, layer)
             if ratio and geometry.sparse_attention is not None:
                 sparse = geometry.sparse_attention
