@@ -37,8 +37,9 @@ class ExpertTiers:
 
     def load(self, *, progress: Callable[[int, int], None]) -> None:
         """Read the experts of both buffers from the files; progress gets bytes done and bytes in all."""
-        done, total = 0, self.residency.cache_bytes + self.residency.arena_bytes
-        for (layer, expert), target in self._places():
+        places = list(self._places())
+        done, total = 0, sum(target.numel() for _, target in places)
+        for (layer, expert), target in places:
             blob = self._staging[: self.layouts[layer].num_bytes]
             self.read_file(layer, expert, blob)
             target.copy_(blob)

@@ -26,7 +26,7 @@ class ManualEvent:
 
 class ManualStream:
     def __init__(self, backend: "ManualBackend", name: str) -> None:
-        self._backend = backend
+        self.backend = backend
         self.name = name
         self.queue: deque[Callable[[], None] | ManualEvent | tuple[ManualEvent]] = deque()
 
@@ -34,7 +34,7 @@ class ManualStream:
         self.queue.append(work)
 
     def record(self) -> ManualEvent:
-        event = ManualEvent(self._backend)
+        event = ManualEvent(self.backend)
         self.queue.append(event)
         return event
 
@@ -58,7 +58,7 @@ class ManualStream:
 
     def close(self) -> None:
         while self.queue:
-            assert self._backend.step_any(), f"stream {self.name} never ends"
+            assert self.backend.step_any(), f"stream {self.name} never ends"
 
 
 class ManualBackend:
