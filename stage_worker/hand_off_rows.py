@@ -5,6 +5,7 @@ the two are queues: full slots and credits come in through one, filled and relea
 which wakes the control thread. A slot is posted as filled only when the copy into it is complete.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -67,8 +68,10 @@ class InboundRows:
         post: Callable[[SlotReleased], None],
         clock: ActivityClock,
         reporter: StatusReporter,
+        delay_s: float = 0.0,
     ) -> None:
-        """full: hand-offs in order, from the control thread; None: stop."""
+        """full: hand-offs in order, from the control thread; None: stop. delay_s: as in StageAssignment."""
+        self._delay_s = delay_s
         self._full = full
         self._slots = slots
         self._row_width = row_width
@@ -106,6 +109,9 @@ class InboundRows:
                 complete = False
             self._post(SlotReleased(slot=put.slot))
             if put.last:
+                if self._delay_s and rows_SW.shape[0]:
+                    with self._clock.during("busy"):
+                        time.sleep(self._delay_s)
                 return complete
 
 

@@ -145,6 +145,7 @@ class Worker:
                 post=self._control.post,
                 clock=self._clock,
                 reporter=reporter,
+                delay_s=self._delay_s,
             )
         else:
             self._outbound = OutboundRows(
@@ -162,7 +163,8 @@ class Worker:
         stage, reporter = self._ready()
         reporter.begin(super_chunk)
         with reporter.span(EventKind.SUPER_CHUNK, StagePhase.EMBEDDING, value=super_chunk.rows):
-            if self._delay_s and super_chunk.segments:
+            # A later stage sleeps once the rows are there: before, it would hide behind the stage in front.
+            if self._delay_s and super_chunk.segments and self._inbound is None:
                 with self._clock.during("busy"):
                     time.sleep(self._delay_s)
             result = stage.run(
