@@ -5,11 +5,12 @@ number, and the scaled outputs are added into one fp32 accumulator. A row meets 
 addition never collides with itself: no atomics, no [S, K, D], and the same sum for any S.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from strata_coord.ipc.errors import InvariantError
 from strata_coord.ipc.messages import UploadPolicy
 from strata_coord.kernels import dequant
 from strata_coord.stage_worker.backend import Stream
@@ -35,14 +36,32 @@ def group_by_expert(ids_SK: torch.Tensor, weights_SK: torch.Tensor, *, num_exper
     """Sort (row, choice) pairs by expert, rows ascending within an expert.
 
     Reads the counts back to the host: the one read-back a layer that the routed-only policy needs.
+
+    Raises:
+        InvariantError: an id is outside [0, num_experts). Expert bytes are addressed by what comes from here.
     """
     flat = ids_SK.flatten()
     order = torch.argsort(flat, stable=True)
+    # One place below the first expert and one above the last count the ids that are neither.
+    below, *counts, above = torch.bincount(
+        flat.clamp(-1, num_experts) + 1, minlength=num_experts + 2
+    ).tolist()
+    if below or above:
+        message = f"{below + above} of {flat.numel()} routed ids are not of experts 0 to {num_experts - 1}"
+        raise InvariantError(message)
     return RoutedRows(
         tokens=order // ids_SK.shape[1],
         weights=weights_SK.flatten()[order].unsqueeze(1),
-        counts=tuple(torch.bincount(flat, minlength=num_experts).tolist()),
+        counts=tuple(counts),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Expansion:
+    """Where the experts of one layer are expanded to. Views are made once: a token makes thousands else."""
+
+    runs: tuple[tuple[BlobRun, torch.Tensor], ...]  # fp32 scratch of each run
+    matrices: tuple[torch.Tensor, ...]  # gate, up and down as they lie in the scratch
 
 
 class ExpertHalf:
@@ -64,7 +83,7 @@ class ExpertHalf:
         self._clock = clock
         self._counters = counters
         self._group_rows = group_rows
-        self._scratch: dict[str, torch.Tensor] = {}
+        self._expansions: dict[int, _Expansion] = {}  # by layer
 
     def run(
         self,
@@ -77,12 +96,14 @@ class ExpertHalf:
         mlp: ExpertMlp,
     ) -> None:
         """Add every routed expert's weighted output into sum_SD, fp32 [S, D]. mlp: the experts' formula."""
+        experts: Sequence[int] = range(len(rows.counts))
         if policy == "routed-only":
-            hit = [expert for expert, count in enumerate(rows.counts) if count]
+            experts = hit = [expert for expert in experts if rows.counts[expert]]
             self._stager.plan(routed_only_order(self._tiers.residency, layer=layer, routed_experts=hit))
         layout = self._tiers.layouts[layer]
         first = 0
-        for expert, count in enumerate(rows.counts):
+        for expert in experts:
+            count = rows.counts[expert]
             resident = self._tiers.resident_blob(layer, expert)
             last = first + count
             if resident is not None:
@@ -113,36 +134,53 @@ class ExpertHalf:
         gate, up, down = self._expand(layout, blob)
         for start in range(first, last, self._group_rows):
             stop = min(start + self._group_rows, last)
+            if stop - start == len(x_SD):
+                # An expert meets a row at most once, in ascending order: these are all rows as they lie.
+                sum_SD.add_(mlp(expert, x_SD, gate, up, down).mul_(rows.weights[start:stop]))
+                continue
             tokens = rows.tokens[start:stop]
             out = mlp(expert, x_SD[tokens], gate, up, down)
             sum_SD.index_add_(0, tokens, out.mul_(rows.weights[start:stop]))
 
     def _expand(self, layout: BlobLayout, blob: torch.Tensor) -> Sequence[torch.Tensor]:
-        matrices: list[torch.Tensor] = []
-        for run in layout.runs:
-            scratch = self._run_scratch(run, blob.device)
-            values = dequant.dequantize(
+        """Return gate, up and down of an expert, valid until the next call."""
+        expansion = self._expansions.get(layout.layer)
+        if expansion is None:
+            self._expansions = _expansions(self._tiers.layouts.values(), blob.device)
+            expansion = self._expansions[layout.layer]
+        for run, scratch in expansion.runs:
+            dequant.dequantize(
                 blob[run.offset_bytes : run.offset_bytes + run.num_bytes],
                 run.ggml_type,
                 run.num_elements,
                 out=scratch,
             )
-            start = 0
-            for part in run.parts:
-                stop = start + part.out_features * part.in_features
-                matrices.append(values[start:stop].view(part.out_features, part.in_features))
-                start = stop
-        if len(matrices) == 2:  # gate and up fused, gate rows first
-            gate, up = matrices[0].chunk(2, dim=0)
-            return gate, up, matrices[1]
-        return matrices
+        return expansion.matrices
 
-    def _run_scratch(self, run: BlobRun, device: torch.device) -> torch.Tensor:
-        scratch = self._scratch.get(run.parts[0].name)
-        if scratch is None or scratch.numel() < run.num_elements:
-            scratch = torch.empty(run.num_elements, dtype=torch.float32, device=device)
-            self._scratch[run.parts[0].name] = scratch
-        return scratch[: run.num_elements]
+
+def _expansions(layouts: Collection[BlobLayout], device: torch.device) -> dict[int, _Expansion]:
+    """Take scratch that the largest expert fits in, and return each layer's views of it."""
+    sizes: dict[str, int] = {}
+    for layout in layouts:
+        for run in layout.runs:
+            name = run.parts[0].name
+            sizes[name] = max(sizes.get(name, 0), run.num_elements)
+    scratch = {name: torch.empty(size, dtype=torch.float32, device=device) for name, size in sizes.items()}
+    return {layout.layer: _expansion(layout, scratch) for layout in layouts}
+
+
+def _expansion(layout: BlobLayout, scratch: Mapping[str, torch.Tensor]) -> _Expansion:
+    runs: list[tuple[BlobRun, torch.Tensor]] = []
+    matrices: list[torch.Tensor] = []
+    for run in layout.runs:
+        values = scratch[run.parts[0].name][: run.num_elements]
+        runs.append((run, values))
+        sizes = [part.out_features * part.in_features for part in run.parts]
+        for part, matrix in zip(run.parts, values.split(sizes), strict=True):
+            matrices.append(matrix.view(part.out_features, part.in_features))
+    if len(matrices) == 2:  # gate and up fused, gate rows first
+        matrices[:1] = matrices[0].chunk(2, dim=0)
+    return _Expansion(runs=tuple(runs), matrices=tuple(matrices))
 
 
 def add_routing_counts(table: Mapping[int, memoryview], layer: int, counts: Sequence[int]) -> None:
