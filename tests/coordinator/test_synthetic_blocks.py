@@ -10,14 +10,14 @@ from strata_coord.coordinator.ggml_types import GGML_TYPES
 from strata_coord.coordinator.synthetic_blocks import (
     F16,
     F32,
-    LAYOUTS,
-    PLAIN_TYPES,
+    MAKEABLE_TYPES,
     Q2_0,
     Q4_K,
     RandomSource,
     random_rows,
     row_bytes,
 )
+from strata_coord.kernels.dequant import EXPANDERS
 
 
 def _dequantise(rows: np.ndarray, ggml_type: int) -> np.ndarray:
@@ -29,7 +29,7 @@ def _dequantise(rows: np.ndarray, ggml_type: int) -> np.ndarray:
     return scale * (values.reshape(len(blocks), 64).astype(np.float32) - 1)
 
 
-@pytest.mark.parametrize("ggml_type", [*PLAIN_TYPES, *LAYOUTS], ids=lambda kind: GGML_TYPES[kind].name)
+@pytest.mark.parametrize("ggml_type", sorted(MAKEABLE_TYPES), ids=lambda kind: GGML_TYPES[kind].name)
 @pytest.mark.parametrize("std", [0.02, 1.0])
 def test_values_have_the_wanted_spread(ggml_type: int, std: float) -> None:
     rows = random_rows(RandomSource(3), ggml_type, 512, 512, std=std)
@@ -68,12 +68,16 @@ def test_neighbouring_blocks_have_different_scales() -> None:
     ("ggml_type", "length", "text"),
     [
         (Q4_K, 640, "640 values is not a whole number of Q4_K blocks of 256"),
-        (22, 256, "IQ2_S cannot be made"),
+        (9, 256, "Q8_1 cannot be made"),
     ],
 )
 def test_rows_that_cannot_be_made_are_refused(ggml_type: int, length: int, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         row_bytes(ggml_type, length)
+
+
+def test_every_type_that_stages_expand_can_be_made() -> None:
+    assert set(EXPANDERS) == MAKEABLE_TYPES
 
 
 def test_a_plain_row_has_its_own_size() -> None:
