@@ -26,6 +26,7 @@ from strata_coord.ipc.assignment import (
     NgramGeometry,
     SparseAttentionGeometry,
     TensorExtent,
+    YarnGeometry,
 )
 
 _U64 = (1 << 64) - 1
@@ -123,6 +124,7 @@ def read_geometry(metadata: Metadata, tensors: Mapping[str, TensorExtent]) -> Mo
     vocabulary = embedding.shape[0]
     if vocabulary > _I32:
         metadata.refuse("token_embd.weight", f"{vocabulary} rows, the limit is {_I32}")
+    attention = _attention(keys, family, blocks, layers, tensors)
     recurrent = _recurrent_layers(keys, blocks, layers) if family.recurrent else (False,) * layers
     return ModelGeometry(
         architecture=architecture,
@@ -130,9 +132,9 @@ def read_geometry(metadata: Metadata, tensors: Mapping[str, TensorExtent]) -> Mo
         hidden_size=hidden,
         vocabulary_size=vocabulary,
         num_real_tokens=_num_real_tokens(metadata, vocabulary),
-        context_tokens=keys.integer("context_length", high=MAX_CONTEXT),
+        context_tokens=_context_tokens(keys, attention.yarn),
         rms_epsilon=keys.number("attention.layer_norm_rms_epsilon", low=0.0, high=1.0),
-        attention=_attention(keys, family, blocks, layers, tensors),
+        attention=attention,
         experts=read_experts(keys, family, blocks, layers, tensors),
         recurrent_layers=recurrent,
         delta_net=_delta_net(keys, family) if family.recurrent else None,
@@ -140,6 +142,14 @@ def read_geometry(metadata: Metadata, tensors: Mapping[str, TensorExtent]) -> Mo
         sparse_attention=_sparse_attention(keys, blocks, recurrent) if family.sparse_attention else None,
         ngram=_ngram(keys, layers, vocabulary) if family.ngram else None,
     )
+
+
+def _context_tokens(keys: ArchitectureKeys, yarn: YarnGeometry | None) -> int:
+    """Return the longest context; converters do not agree whether the key counts what YaRN adds."""
+    stated = keys.integer("context_length", high=MAX_CONTEXT)
+    if yarn is None:
+        return stated
+    return max(stated, min(int(yarn.original_tokens * yarn.factor), MAX_CONTEXT))
 
 
 def _num_real_tokens(metadata: Metadata, vocabulary: int) -> int:

@@ -19,6 +19,7 @@ _TOKEN_ID_BYTES = 8
 # Attention runs over tiles of rows whose mask has at most this many entries, so that scratch does not grow
 # with rows times context.
 MASK_ELEMENTS = 1 << 22
+DELTA_CHUNK_ROWS = 64
 
 
 def pool_bytes_per_token(geometry: ModelGeometry, first: int, last: int, *, kv_dtype: KvDtype) -> int:
@@ -75,12 +76,20 @@ def attention_scratch_bytes(
         if geometry.recurrent_layers[layer] and delta is not None:
             values = delta.num_value_heads * delta.head_dim
             channels = 2 * delta.num_key_heads * delta.head_dim + values
-            here = rows * (3 * channels + 6 * values) * FP32_BYTES
+            # Measured: the conv's input and output, one output more, and while the rule runs over whole
+            # chunks of 64 rows, queries, keys, values, their scaled copies and the solution, with four
+            # 64 x 64 matrices a head and chunk, and two copies of the state.
+            chunked = (rows // DELTA_CHUNK_ROWS + 2) * DELTA_CHUNK_ROWS
+            matrices = 4 * DELTA_CHUNK_ROWS * delta.num_value_heads
+            states = 2 * delta.num_value_heads * delta.head_dim**2
+            here = (rows * 3 * channels + chunked * (15 * values + matrices) + states) * FP32_BYTES
         else:
             attention = geometry.attention
             queries = attention.num_heads * attention.head_dim
             key_values = 2 * attention.num_kv_heads * attention.head_dim
-            here = rows * (4 * queries + 2 * key_values) * FP32_BYTES + context * key_values * FP32_BYTES
+            copies = 6 if attention.gated else 4  # the gate is half of the projection, and stays
+            here = rows * (copies * queries + 2 * key_values) * FP32_BYTES
+            here += context * key_values * FP32_BYTES
             # The mask of a tile of rows is a byte and then a float for each key.
             mask = max(context, min(rows * context, MASK_ELEMENTS))
             here += mask * (1 + FP32_BYTES)

@@ -149,6 +149,17 @@ def test_yarn_has_the_defaults_of_the_models_own_code(tmp_path: Path) -> None:
     assert yarn is not None
     assert (yarn.factor, yarn.original_tokens, yarn.beta_fast, yarn.beta_slow) == (4.0, 64, 32.0, 1.0)
     assert yarn.magnitude == pytest.approx(0.1 * math.log(4.0) + 1.0)
+
+
+@pytest.mark.parametrize(("stated", "expected"), [(64, 256), (128, 256), (1024, 1024)])
+def test_yarn_stretches_the_context_that_the_file_states(tmp_path: Path, stated: int, expected: int) -> None:
+    assert (
+        load(tmp_path, changed(made.qwen3moe, **YARN, context_length=stated)).geometry.context_tokens
+        == expected
+    )
+
+
+def test_a_file_without_scaling_has_no_yarn(tmp_path: Path) -> None:
     assert load(tmp_path, made.qwen3moe()).geometry.attention.yarn is None
 
 
