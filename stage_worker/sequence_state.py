@@ -9,8 +9,6 @@ holder only: a snapshot never writes, and a sequence that was restored or cut ba
 before its next row, unless it is the only holder by then.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -19,21 +17,10 @@ from strata_coord.ipc.errors import InvariantError, RequestError
 from strata_coord.kernels.kv_rows import dequantize_rows, quantize_rows
 from strata_coord.stage_worker.page_pool import PagePool
 from strata_coord.stage_worker.page_table import PageTable
+from strata_coord.stage_worker.snapshot import Snapshot
 from strata_coord.stage_worker.state_memory import StateMemory
 
 PAGE_TOKENS = KV_PAGE_TOKENS
-
-
-@dataclass(slots=True, kw_only=True)
-class Snapshot:
-    """A sequence's state at one position. It counts once every layer has copied its histories."""
-
-    position: int
-    sequence: int  # whose state it is
-    slot: int
-    pages: list[int]
-    layers_due: set[int]  # that have not copied yet
-    past: dict[int, int]  # the sequence's earlier snapshots: number -> position
 
 
 class StatePool(StateMemory):
@@ -196,7 +183,7 @@ class StatePool(StateMemory):
             slot=self._free_snapshot_slots.pop(),
             pages=pages,
             layers_due=set(range(self.first_layer, self.last_layer)),
-            past={number: at for number, at in state.past.items() if number in self._taken},
+            past={},
         )
 
     def copy_histories(self, snapshot: int, layer: int) -> None:
@@ -217,7 +204,7 @@ class StatePool(StateMemory):
         taken.layers_due.discard(layer)
 
     def finish_snapshot(self, snapshot: int) -> None:
-        """Note that every layer has copied: the snapshot counts.
+        """Note that every layer has copied: the snapshot counts. Those of one walk finish by rising position.
 
         Raises:
             InvariantError: a layer has not.
@@ -226,7 +213,9 @@ class StatePool(StateMemory):
         if taken.layers_due:
             message = f"snapshot {snapshot}: layer {min(taken.layers_due)} has not copied its histories"
             raise InvariantError(message)
-        self.get(taken.sequence).past[snapshot] = taken.position
+        state = self.get(taken.sequence)
+        taken.past = {number: at for number, at in state.past.items() if number in self._taken}
+        state.past[snapshot] = taken.position
 
     def drop_snapshot(self, snapshot: int) -> None:
         """Free a snapshot's pages and slot; nothing happens when there is none of that number."""
