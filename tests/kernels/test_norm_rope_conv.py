@@ -7,7 +7,13 @@ from strata_coord.kernels.causal_conv import causal_conv_silu
 from strata_coord.kernels.expert_mlp import swiglu
 from strata_coord.kernels.hyper import read_streams, write_streams
 from strata_coord.kernels.norm import group_rms_norm, l2_normalize, rms_norm
-from strata_coord.kernels.rope import rotary_frequencies, rotary_table, rotate, yarn_frequencies
+from strata_coord.kernels.rope import (
+    rotary_frequencies,
+    rotary_table,
+    rotate,
+    rotate_neighbours,
+    yarn_frequencies,
+)
 
 
 def test_rms_norm_against_torch() -> None:
@@ -127,3 +133,24 @@ def test_streams_read_and_write() -> None:
         part = slice(s * dim, (s + 1) * dim)
         torch.testing.assert_close(rows[:, part], before[:, part] + write[:, s : s + 1] * y)
     assert read_streams(rows, gamma, down, up, None, num_streams=streams, eps=1e-6)[1] is None
+
+
+def test_neighbours_are_rotated_as_halves_in_another_order() -> None:
+    heads = torch.randn(5, 3, 12)
+    cos, sin = rotary_table(torch.arange(7, 12), 8, 10000.0)
+    order = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7, 8, 9, 10, 11])  # of 8 rotated dims and the 4 others
+    want = rotate(heads, cos, sin)[..., order]
+    torch.testing.assert_close(rotate_neighbours(heads[..., order], cos, sin), want)
+
+
+def test_a_ramp_may_end_between_pairs() -> None:
+    sizes = {"factor": 32.0, "original_tokens": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
+    whole = yarn_frequencies(64, 150000.0, **sizes)
+    exact = yarn_frequencies(64, 150000.0, **sizes, whole_pairs=False)
+    plain = rotary_frequencies(64, 150000.0)
+    assert torch.equal(exact[:8], plain[:8])
+    torch.testing.assert_close(exact[20:], plain[20:] / 32)
+    # Turns over 4,096 positions fall from 32 at pair 8.09 to 1 at pair 17.4: the ramp of pair 13 is at
+    # (13 - 8.09) / (17.4 - 8.09), or at (13 - 8) / (18 - 8).
+    assert not torch.allclose(exact[13], whole[13], rtol=1e-3)
+    torch.testing.assert_close(whole[13], plain[13] * (0.5 + 0.5 / 32))

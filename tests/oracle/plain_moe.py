@@ -93,11 +93,14 @@ def tiny_gpt_oss(options: TinyOptions) -> nn.Module:
 TINY_PLAIN_MOE = {"llama": tiny_llama, "glm4moe": tiny_glm4moe, "gpt-oss": tiny_gpt_oss}
 
 
-def draw_buffers(model: nn.Module, generator: torch.Generator) -> None:
-    """Draw what is not a parameter: the bias with which experts are chosen."""
+def finish_drawing(model: nn.Module, generator: torch.Generator) -> None:
+    """Draw what is not a parameter, the bias with which experts are chosen, and let gpt-oss's clamps bind."""
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
+    if model.config.model_type == "gpt_oss":
+        for layer in model.model.layers:
+            layer.mlp.experts.gate_up_proj.mul_(3.0)
 
 
 def plain_moe_links(model: Any, architecture: str, options: ExportOptions) -> Iterator[Link]:

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from oracle.plain_moe import TINY_PLAIN_MOE, draw_buffers
+from oracle.plain_moe import TINY_PLAIN_MOE, finish_drawing
 from oracle.vocabulary import VOCABULARY_SIZE, tiny_vocabulary
 from torch import nn
 
@@ -216,7 +216,7 @@ def _randomise(model: nn.Module, generator: torch.Generator) -> None:
     for name, parameter in model.named_parameters():
         draw = torch.randn(parameter.shape, generator=generator)
         parameter.copy_(_scaled(name, draw, is_zero_centred=is_zero_centred))
-    draw_buffers(model, generator)
+    finish_drawing(model, generator)
 
 
 def _scaled(name: str, draw: torch.Tensor, *, is_zero_centred: bool) -> torch.Tensor:
