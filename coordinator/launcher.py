@@ -89,7 +89,7 @@ class WorkerProcess:
         if code is None:
             ended = "is still running"
         elif code < 0:
-            ended = f"was killed by {signal.Signals(-code).name}"
+            ended = f"was killed by {_signal_name(-code)}"
         else:
             ended = f"exited with status {code}"
         line = self.last_line()
@@ -171,6 +171,13 @@ def end_workers(workers: list[WorkerProcess], *, grace_s: float) -> list[str]:
         worker.close_channels()
         os.close(worker.pidfd)
     return lines
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 def _wait_all(workers: list[WorkerProcess], timeout_s: float) -> None:

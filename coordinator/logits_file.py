@@ -25,8 +25,12 @@ def create_logits_file(path: Path, *, num_tokens: int, vocabulary_size: int) -> 
     header = _MAGIC + room.to_bytes(2, "little") + text.ljust(room - 1).encode() + b"\n"
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-        os.pwrite(descriptor, header, 0)
-        os.truncate(descriptor, _HEADER_BYTES + num_tokens * vocabulary_size * 4)
+        try:
+            os.pwrite(descriptor, header, 0)
+            os.truncate(descriptor, _HEADER_BYTES + num_tokens * vocabulary_size * 4)
+        except OSError:
+            os.close(descriptor)
+            raise
     except OSError as error:
         message = f"--logits {path}: {error.strerror}"
         raise ConfigError(message) from error

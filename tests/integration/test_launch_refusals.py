@@ -77,10 +77,7 @@ def test_logits_that_cannot_be_written(config: Path, tmp_path: Path) -> None:
     """Told before any stage is loaded, as every wrong input is."""
     folder = tmp_path / "folder"
     folder.mkdir()
-    done = run("launch", config, "--prompt", "x", "--logits", folder)
-    assert done.code == 2, done.stderr
-    assert "folder" in done.errors[0]
-    assert len(done.errors) == 1
+    refused(run("launch", config, "--prompt", "x", "--logits", folder), 2, "folder")
 
 
 def test_a_runtime_directory_that_others_may_enter(
