@@ -61,6 +61,7 @@ class Engine:
     ) -> None:
         """Prepare; start() begins. debug_delay_s: every stage sleeps that long per super-chunk."""
         self._plan = plan
+        self._vocabulary = model.geometry.vocabulary_size
         self._loop = ControlLoop(
             plan=plan,
             model=model,
@@ -86,7 +87,7 @@ class Engine:
         """Queue a request to be read as plan says.
 
         Raises:
-            RequestError: it does not fit the context or the KV pool.
+            RequestError: it does not fit the context or the KV pool, or has an id that is no token.
             StageError: the pipeline is lost.
         """
         needed = len(request.prompt_ids) + request.max_tokens
@@ -99,6 +100,14 @@ class Engine:
                     f"{len(request.prompt_ids)} prompt tokens and {request.max_tokens} of answer need room "
                     f"for {needed}, but {name} is {limit}"
                 )
+                raise RequestError(message)
+        # Past the matrix of embeddings a stage would fail for everybody, or read what is not a row.
+        if not request.prompt_ids:
+            message = "the prompt is empty"
+            raise RequestError(message)
+        for token in (min(request.prompt_ids), max(request.prompt_ids)):
+            if not 0 <= token < self._vocabulary:
+                message = f"token id {token} is outside 0 to {self._vocabulary - 1}"
                 raise RequestError(message)
         return Generation(self._loop.submit(request, plan), self._loop)
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from strata_coord.coordinator.foreign_file import PEEK_BYTES, foreign_kind
 from strata_coord.coordinator.ggml_types import GGML_TYPES
 from strata_coord.coordinator.gguf_cursor import MAX_KEY_BYTES, Cursor
 from strata_coord.coordinator.gguf_metadata import Metadata, Value
@@ -79,7 +80,9 @@ def parse_header(
     cursor = Cursor(read, size, path)
     magic = cursor.raw(4, "magic")
     if magic != b"GGUF":
-        cursor.refuse("magic", f"{magic!r}, expected b'GGUF': this is not a GGUF file")
+        kind = foreign_kind(read(min(PEEK_BYTES, size), 0))
+        seems = f" but {kind}" if kind else ""
+        cursor.refuse("magic", f"{magic!r}, expected b'GGUF': this is not a GGUF file{seems}")
     version = cursor.u32("version")
     if version not in (2, 3):
         swapped = " (a big-endian file)" if version in (2 << 24, 3 << 24) else ""

@@ -19,7 +19,13 @@ Form = Mapping[str, Shape]  # tensor name -> shape
 Slot = Sequence[Form]  # the first form whose tensors are all in the file is taken
 
 _NOT_WEIGHTS = frozenset({"Q8_1", "Q8_K", "I8", "I16", "I32", "I64", "F64"})
+_NOT_EXPANDED = frozenset({"Q1_0"})  # types of weights that no kernel expands
 _NAMES_SHOWN = 5
+
+
+def is_supported_type(ggml_type: int) -> bool:
+    """Return whether tensors of this type can be multiplied with: the stages' kernels expand it."""
+    return type_name(ggml_type) not in _NOT_WEIGHTS | _NOT_EXPANDED
 
 
 class TensorCheck:
@@ -68,6 +74,10 @@ class TensorCheck:
         if type_name(tensor.ggml_type) in _NOT_WEIGHTS:
             self._metadata.refuse(
                 f"tensor {tensor.name}", f"type {type_name(tensor.ggml_type)} is not a type of weights"
+            )
+        if not is_supported_type(tensor.ggml_type):
+            self._metadata.refuse(
+                f"tensor {tensor.name}", f"type {type_name(tensor.ggml_type)} is not supported"
             )
 
 

@@ -125,7 +125,7 @@ def test_fc_008_side_inputs_are_cut_with_a_last_chunk_of_one_row(
     assert_same(found, case.reference.logits[: S + 1])
 
 
-@pytest.mark.parametrize("max_rows", [64, 256, 1024])
+@pytest.mark.parametrize("max_rows", [128, 1024])
 def test_fc_010_large_super_chunks_equal_small_ones(
     tiny_qwen3moe_f32: TinyCase, tmp_path: Path, max_rows: int
 ) -> None:
@@ -157,7 +157,7 @@ def test_fc_020_no_other_path_below_one_sub_chunk(case: TinyCase, tmp_path: Path
 def test_fc_015_reading_at_once_and_token_by_token_differ_by_rounding_only(
     two_stages: StageChain, case: TinyCase, tmp_path: Path
 ) -> None:
-    for count in range(2, 22, 4 if case.path.stem == HYBRID else 1):
+    for count in range(2, 22, 4 if case.path.stem == HYBRID else 2):
         ids = case.ids[:count].tolist()
         whole = two_stages.prompt_logits(ids, tmp_path, [count])
         for cuts in ([count - 1, 1], [1] * count):
@@ -222,7 +222,7 @@ def test_fc_033_a_prompt_that_shares_a_beginning_equals_its_cold_run(
     ids = case.ids.tolist()
     new = [*ids[:5], *ids[100:120]]
     cold = two_stages.prompt_logits(new, tmp_path, [25])
-    answer = two_stages.greedy(1, ids[:60], 70)  # over a page's edge
+    answer = two_stages.greedy(1, ids[:60], 10)  # over a page's edge
     two_stages.run([], operations=[two_stages.drop(1)])
     two_stages.greedy(2, [*ids[:60], *answer[:3]], 2)
     two_stages.run([], operations=[two_stages.drop(2)])
