@@ -13,9 +13,10 @@ from pathlib import Path
 
 from strata_coord.coordinator.model_index import load_model_index
 from strata_coord.coordinator.synthetic_blocks import IQ4_NL, Q4_K, Q8_0
-from strata_coord.coordinator.synthetic_geometry import SyntheticShape, small_qwen4exp
 from strata_coord.coordinator.synthetic_model import write_synthetic_model
-from strata_coord.coordinator.synthetic_tensors import TypeRecipe, planned_tensors
+from strata_coord.coordinator.synthetic_presets import SyntheticShape, small_qwen4exp
+from strata_coord.coordinator.synthetic_tensors import planned_tensors
+from strata_coord.coordinator.synthetic_types import TypeRecipe
 from strata_coord.coordinator.synthetic_vocabulary import CHAT_TEMPLATE, packaged_text
 from strata_coord.ipc.errors import ConfigError, ModelError
 

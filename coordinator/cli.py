@@ -244,7 +244,7 @@ def inspect(
 @app.command("make-model", short_help="Write a synthetic model.")
 def make_model(
     *,
-    architecture: Annotated[str, typer.Argument(metavar="ARCH", help="qwen3moe or qwen4exp.")],
+    architecture: Annotated[str, typer.Argument(metavar="ARCH", help="Its name in GGUF files, as qwen3moe.")],
     out: Annotated[Path, typer.Argument(metavar="OUT.gguf", dir_okay=False, help="The file to write.")],
     like: Annotated[
         str | None, typer.Option("--like", metavar="NAME", help="Take the shapes of a published model.")
@@ -252,7 +252,14 @@ def make_model(
     layers: Annotated[
         int | None, typer.Option("--layers", min=1, metavar="N", help="Number of layers.")
     ] = None,
+    types: Annotated[
+        str | None,
+        typer.Option("--types", metavar="KIND=TYPE,...", help="As in experts=Q4_K,down=Q5_1,dense=Q8_0."),
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, metavar="N", help="Seed of the random weights.")] = 0,
+    header_only: Annotated[
+        bool, typer.Option("--header-only", help="Leave the weights out, for inspect and plan.")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Overwrite OUT.gguf.")] = False,
     json: Json = False,
     debug: Debug = False,
@@ -262,7 +269,17 @@ def make_model(
     _check_writable(out, "OUT.gguf")
     from strata_coord.coordinator.make_model_command import run_make_model
 
-    return run_make_model(architecture, out, like=like, layers=layers, seed=seed, force=force, json=json)
+    return run_make_model(
+        architecture,
+        out,
+        like=like,
+        layers=layers,
+        types=types,
+        seed=seed,
+        header_only=header_only,
+        force=force,
+        json=json,
+    )
 
 
 @app.command(short_help="Check this machine and installation.")

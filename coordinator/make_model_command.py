@@ -9,12 +9,21 @@ REPORT_S = 1.0  # between two lines of progress
 
 
 def run_make_model(
-    architecture: str, out: Path, *, like: str | None, layers: int | None, seed: int, force: bool, json: bool
+    architecture: str,
+    out: Path,
+    *,
+    like: str | None,
+    layers: int | None,
+    types: str | None,
+    seed: int,
+    header_only: bool,
+    force: bool,
+    json: bool,
 ) -> int:
     """Write a synthetic model. Returns the exit code.
 
     Raises:
-        ConfigError: an unknown name, or the file is there already and force is not set.
+        ConfigError: an unknown name or type, or the file is there already and force is not set.
     """
     from strata_coord.coordinator.make_model import make_model
 
@@ -27,7 +36,17 @@ def run_make_model(
             last_s = now_s
             print(f"{done / 2**20:.0f} of {total / 2**20:.0f} MiB", file=sys.stderr)
 
-    made = make_model(architecture, out, like=like, layers=layers, seed=seed, force=force, progress=progress)
+    made = make_model(
+        architecture,
+        out,
+        like=like,
+        layers=layers,
+        types=types,
+        seed=seed,
+        header_only=header_only,
+        force=force,
+        progress=progress,
+    )
     if json:
         from strata_coord.coordinator.output import print_json
 

@@ -149,8 +149,8 @@ def random_rows(
     elif ggml_type == NVFP4:
         codes = np.arange(127)
         steps = np.where(codes < 8, codes / 8 * 2.0**-6, (1 + codes % 8 / 8) * 2.0 ** (codes // 8 - 7))
-        scales = _between_steps(source, 4 * num_blocks, std / _FP4_STD, steps)
-        blocks[:, :4] = scales.reshape(num_blocks, 4)
+        chosen = _between_steps(source, 4 * num_blocks, std / _FP4_STD, steps)
+        blocks[:, :4] = chosen.reshape(num_blocks, 4)
     elif ggml_type == IQ1_M:
         _set_iq1_m(blocks, _scales(source, num_blocks, std / _IQ1_M_STD))
     else:

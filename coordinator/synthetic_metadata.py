@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from strata_coord.coordinator.synthetic_geometry import FULL_ATTENTION_INTERVAL, SyntheticShape
+from strata_coord.coordinator.model_geometry import FAMILIES
+from strata_coord.coordinator.synthetic_presets import FULL_ATTENTION_INTERVAL, SyntheticShape
 from strata_coord.coordinator.synthetic_vocabulary import CHAT_TEMPLATE, make_vocabulary
 from strata_coord.ipc.assignment import (
     DeltaNetGeometry,
@@ -10,7 +11,11 @@ from strata_coord.ipc.assignment import (
     ModelGeometry,
     NgramGeometry,
     SparseAttentionGeometry,
+    YarnGeometry,
 )
+
+_SECTIONED = ("qwen3vlmoe", "qwen35moe", "qwen4exp")  # time, height and width rotate in their own dims
+_GATING_FUNCTIONS = {"softmax": 1, "sigmoid": 2}
 
 
 class _Keys:
@@ -20,8 +25,12 @@ class _Keys:
         self.writer = writer
         self.prefix = f"{architecture}."
 
-    def add(self, key: str, value: float) -> None:
-        if isinstance(value, int):
+    def add(self, key: str, value: float | str) -> None:
+        if isinstance(value, str):
+            self.writer.add_string(self.prefix + key, value)
+        elif isinstance(value, bool):
+            self.writer.add_bool(self.prefix + key, value)
+        elif isinstance(value, int):
             self.writer.add_uint32(self.prefix + key, value)
         else:
             self.writer.add_float32(self.prefix + key, value)
@@ -53,7 +62,7 @@ def add_keys(writer: Any, shape: SyntheticShape) -> None:
 
 
 def _add_common(keys: _Keys, geometry: ModelGeometry) -> None:
-    attention, experts = geometry.attention, geometry.experts
+    attention = geometry.attention
     keys.add("block_count", geometry.num_layers)
     keys.add("context_length", geometry.context_tokens)
     keys.add("embedding_length", geometry.hidden_size)
@@ -65,17 +74,41 @@ def _add_common(keys: _Keys, geometry: ModelGeometry) -> None:
     keys.add("rope.freq_base", attention.rope_base)
     if attention.rope_dims != attention.head_dim:
         keys.add("rope.dimension_count", attention.rope_dims)
+    if geometry.architecture in _SECTIONED:
         keys.add_array("rope.dimension_sections", _rope_sections(attention.rope_dims))
-    keys.add("expert_count", experts.num_experts)
-    keys.add("expert_used_count", experts.experts_per_token)
-    if len(set(experts.widths)) == 1:
-        keys.add("expert_feed_forward_length", experts.widths[0])
-    else:
-        keys.add_array("expert_feed_forward_length", experts.widths)
-    if experts.shared_width:
-        keys.add("expert_shared_feed_forward_length", experts.shared_width)
+    if attention.yarn is not None:
+        _add_yarn(keys, attention.yarn)
+    if any(attention.windows):
+        keys.add("attention.sliding_window", max(attention.windows))
+    _add_experts(keys, geometry)
     if any(geometry.recurrent_layers):
         keys.add("full_attention_interval", FULL_ATTENTION_INTERVAL)
+
+
+def _add_yarn(keys: _Keys, yarn: YarnGeometry) -> None:
+    keys.add("rope.scaling.type", "yarn")
+    keys.add("rope.scaling.factor", yarn.factor)
+    keys.add("rope.scaling.original_context_length", yarn.original_tokens)
+
+
+def _add_experts(keys: _Keys, geometry: ModelGeometry) -> None:
+    experts = geometry.experts
+    keys.add("expert_count", experts.num_experts)
+    keys.add("expert_used_count", experts.experts_per_token)
+    widths = experts.widths[experts.widths.count(0) :]  # layers without experts come first
+    if len(set(widths)) == 1:
+        keys.add("expert_feed_forward_length", widths[0])
+    else:
+        keys.add_array("expert_feed_forward_length", experts.widths)
+    if FAMILIES[geometry.architecture].experts_by_keys:
+        keys.add("leading_dense_block_count", experts.widths.count(0))
+        keys.add("feed_forward_length", experts.dense_width or widths[0])
+        keys.add("expert_shared_count", experts.shared_width // widths[0])
+        keys.add("expert_gating_func", _GATING_FUNCTIONS[experts.scores])
+        keys.add("expert_weights_norm", experts.renormalised)
+        keys.add("expert_weights_scale", experts.weight_scale)
+    elif experts.shared_width:
+        keys.add("expert_shared_feed_forward_length", experts.shared_width)
 
 
 def _rope_sections(rope_dims: int) -> list[int]:

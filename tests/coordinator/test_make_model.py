@@ -13,17 +13,18 @@ from oracle.export import load_gguf
 from oracle.reference import reference_logits
 from oracle.tiny import TinyOptions, tiny_model
 
+from strata_coord.coordinator import synthetic_model
+from strata_coord.coordinator.ggml_types import GGML_TYPES
+from strata_coord.coordinator.inspect_model import inspect
 from strata_coord.coordinator.make_model import make_model
+from strata_coord.coordinator.model_geometry import FAMILIES
 from strata_coord.coordinator.model_index import load_model_index
 from strata_coord.coordinator.synthetic_blocks import IQ4_NL, Q2_0, Q4_K, Q5_1, Q6_K, Q8_0
-from strata_coord.coordinator.synthetic_geometry import (
-    PRESETS,
-    ngram_geometry,
-    ngram_table_rows,
-    synthetic_shape,
-)
+from strata_coord.coordinator.synthetic_geometry import PRESETS, synthetic_shape
 from strata_coord.coordinator.synthetic_model import write_synthetic_model
-from strata_coord.coordinator.synthetic_tensors import TypeRecipe, planned_tensors, recipe_for
+from strata_coord.coordinator.synthetic_ngram import ngram_geometry, ngram_table_rows
+from strata_coord.coordinator.synthetic_tensors import planned_tensors
+from strata_coord.coordinator.synthetic_types import TypeRecipe, recipe_for, with_types
 from strata_coord.coordinator.synthetic_vocabulary import VocabularyShape
 from strata_coord.ipc.errors import ConfigError
 
@@ -38,6 +39,13 @@ _FLASH_VOCABULARY = VocabularyShape(
 )
 
 
+def _in_float32(value: Any) -> Any:
+    """Return value with its floats as a file holds them."""
+    if isinstance(value, dict):
+        return {key: _in_float32(part) for key, part in value.items()}
+    return float(np.float32(value)) if isinstance(value, float) else value
+
+
 def _tensors(path: Path) -> dict[str, Any]:
     return {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
 
@@ -50,13 +58,17 @@ def test_our_reader_finds_the_geometry_that_was_asked_for(
     made = make_model(architecture, tmp_path / "m.gguf", layers=layers, vocabulary_rows=384)
     wanted = synthetic_shape(architecture, like="tiny", layers=layers, vocabulary_rows=384).geometry
     found = load_model_index(made.path).geometry
-    assert found.rms_epsilon == pytest.approx(wanted.rms_epsilon)
-    assert dataclasses.replace(found, rms_epsilon=wanted.rms_epsilon) == wanted
+    assert _in_float32(dataclasses.asdict(found)) == _in_float32(dataclasses.asdict(wanted))
     assert made.num_layers == found.num_layers == (layers or made.num_layers)
     assert made.num_bytes == made.path.stat().st_size
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_supported_architecture_can_be_made() -> None:
+    assert set(ARCHITECTURES) == set(FAMILIES)
+    assert all("tiny" in presets and len(presets) > 1 for presets in PRESETS.values())
+
+
+@pytest.mark.parametrize("architecture", ["qwen3moe", "qwen4exp"])
 def test_transformers_runs_the_model_and_its_values_are_sane(tmp_path: Path, architecture: str) -> None:
     made = make_model(architecture, tmp_path / "m.gguf", layers=4, vocabulary_rows=512)
     vocabulary = synthetic_shape(architecture, like="tiny", layers=4, vocabulary_rows=512).vocabulary
@@ -94,20 +106,38 @@ def test_flash_next_has_the_published_size_to_the_byte() -> None:
 
 
 @pytest.mark.parametrize(
-    ("like", "expert_parameters", "layers"),
-    [("qwen3-30b-a3b", 28.99e9, 48), ("qwen3-235b-a22b", 227.1e9, 94)],
+    ("architecture", "like", "experts", "rest"),
+    [
+        ("qwen3moe", "qwen3-30b-a3b", 28.99e9, 1.54e9),
+        ("qwen3moe", "qwen3-235b-a22b", 227.1e9, 8.0e9),
+        ("qwen3next", "qwen3-next-80b-a3b", 77.31e9, 2.36e9),
+        ("qwen35moe", "qwen3.5-35b-a3b", 32.21e9, 2.45e9),
+        ("qwen4exp", "flash-next", 120.80e9, 4.89e9),
+        ("qwen3vlmoe", "qwen3-vl-30b-a3b", 28.99e9, 1.54e9),
+        ("qwen2moe", "qwen2-57b-a14b", 49.3e9, 8.1e9),
+        ("llama", "mixtral-8x7b", 45.1e9, 1.6e9),
+        ("glm4moe", "glm-4.5-air", 99.7e9, 7.1e9),
+        ("gpt-oss", "gpt-oss-20b", 19.1e9, 1.8e9),
+        ("gpt-oss", "gpt-oss-120b", 114.7e9, 2.1e9),
+    ],
 )
-def test_published_qwen3_models_have_their_number_of_experts(
-    like: str, expert_parameters: float, layers: int
+def test_published_models_have_their_number_of_parameters(
+    architecture: str, like: str, experts: float, rest: float
 ) -> None:
-    geometry = synthetic_shape("qwen3moe", like=like, layers=None).geometry
-    tensors = list(planned_tensors(geometry, recipe_for(like, geometry)))
-    experts = [tensor for tensor in tensors if "_exps." in tensor.name]
-    assert sum(np.prod(tensor.shape, dtype=np.int64) for tensor in experts) == pytest.approx(
-        expert_parameters, rel=1e-3
-    )
-    assert len(experts) == 3 * layers
-    assert {tensor.ggml_type for tensor in experts} == {Q4_K, Q6_K}
+    geometry = synthetic_shape(architecture, like=like, layers=None).geometry
+    counts = {True: 0, False: 0}
+    for tensor in planned_tensors(geometry, recipe_for(like, geometry)):
+        if tensor.name != "per_layer_token_embd.weight":
+            counts["_exps.weight" in tensor.name] += int(np.prod(tensor.shape, dtype=np.int64))
+    assert counts[True] == pytest.approx(experts, rel=2e-3)
+    assert counts[False] == pytest.approx(rest, rel=2e-2)
+
+
+def test_q4_k_m_gives_down_more_bits_in_half_of_the_layers() -> None:
+    geometry = synthetic_shape("qwen3moe", like="qwen3-30b-a3b", layers=None).geometry
+    tensors = planned_tensors(geometry, recipe_for("qwen3-30b-a3b", geometry))
+    down = [tensor.ggml_type for tensor in tensors if "down_exps" in tensor.name]
+    assert (down.count(Q6_K), down.count(Q4_K)) == (24, 24)
 
 
 def test_types_follow_the_length_of_a_row() -> None:
@@ -197,7 +227,7 @@ def test_too_little_room_names_both_sizes(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("arguments", "options", "text"),
     [
-        (("llama",), {}, 'architecture "llama".*qwen3moe, qwen4exp'),
+        (("gemma",), {}, 'architecture "gemma".*qwen3moe, .*qwen4exp'),
         (("qwen3moe",), {"like": "flash-next"}, '"flash-next"; known are tiny, qwen3-30b-a3b'),
         (("qwen3moe",), {"layers": 0}, "0 layers.*1 to 1000"),
         (("qwen3moe",), {"vocabulary_rows": 100}, "100 rows is too small; the smallest is 320"),
@@ -225,3 +255,85 @@ def test_a_folder_that_is_missing_or_a_folder_as_name_is_refused(tmp_path: Path)
         make_model("qwen3moe", tmp_path)
     with pytest.raises(ConfigError, match="cannot be written: No such file"):
         make_model("qwen3moe", tmp_path / "missing" / "m.gguf", layers=1)
+
+
+# --- types that a user names --------------------------------------------------------------------------
+
+
+def _types_of(path: Path) -> dict[str, int]:
+    return {name: tensor.ggml_type for name, tensor in load_model_index(path).tensors.items()}
+
+
+def test_named_types_are_taken_for_their_kind_alone(tmp_path: Path) -> None:
+    types = "experts=q2_k, down=Q2_0,dense=Q6_K,embedding=Q4_K,output=F16"
+    found = _types_of(
+        make_model("qwen3moe", tmp_path / "m.gguf", layers=1, vocabulary_rows=384, types=types).path
+    )
+    named = {name: GGML_TYPES[kind].name for name, kind in found.items()}
+    assert named["blk.0.ffn_gate_exps.weight"] == named["blk.0.ffn_up_exps.weight"] == "Q2_K"
+    assert named["blk.0.ffn_down_exps.weight"] == "Q2_0"
+    assert named["blk.0.attn_q.weight"] == "Q6_K"
+    assert (named["token_embd.weight"], named["output.weight"]) == ("Q4_K", "F16")
+    assert named["blk.0.attn_norm.weight"] == named["blk.0.ffn_gate_inp.weight"] == "F32"
+
+
+def test_narrow_names_the_type_of_rows_that_do_not_fit() -> None:
+    geometry = synthetic_shape("qwen4exp", like="flash-next", layers=4).geometry
+    recipe = with_types(recipe_for("flash-next", geometry), "experts=IQ3_S,dense=Q6_K,narrow=IQ4_NL")
+    named = {tensor.name: GGML_TYPES[tensor.ggml_type].name for tensor in planned_tensors(geometry, recipe)}
+    assert named["blk.0.ffn_up_exps.weight"] == named["blk.2.ffn_up_exps.weight"] == "IQ3_S"
+    assert named["blk.0.ffn_down_exps.weight"] == "IQ4_NL"
+    assert (named["blk.0.hc_attn_down.weight"], named["blk.0.hc_attn_up.weight"]) == ("Q6_K", "IQ4_NL")
+
+
+@pytest.mark.parametrize(
+    ("types", "text"),
+    [
+        (
+            "down=Q4_K",
+            r"down=Q4_K does not fit blk\.0\.ffn_down_exps\.weight.*64 values.*these fit: F32.*Q2_0",
+        ),
+        ("experts=Q4_K", r"down=Q4_K does not fit blk\.0\.ffn_down"),
+        ("experts=Q4_K,narrow=Q3_K", r"narrow=Q3_K does not fit blk\.0\.ffn_down"),
+        ("gate=Q4_K", '"gate" is not known; known are experts, gate_up'),
+        ("experts", 'experts: "" is not a type'),
+        ("experts=Q8_K", '"Q8_K" is not a type; known are F32, F16'),
+        ("experts=F32,experts=F16", '"experts" is given twice'),
+        ("", '"" is not known'),
+    ],
+)
+def test_types_that_cannot_be_are_refused_in_one_line(tmp_path: Path, types: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=text) as caught:
+        make_model("qwen3moe", tmp_path / "m.gguf", layers=1, types=types)
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- large files ----------------------------------------------------------------------------------------
+
+
+def test_inspect_tells_the_truth_about_the_published_file(tmp_path: Path) -> None:
+    made = make_model("qwen4exp", tmp_path / "m.gguf", like="flash-next", header_only=True)
+    totals = inspect(made.path)["totals"]
+    assert (totals["tensor_bytes"], totals["tensors"]) == (111_323_630_080, 1224)
+    assert totals["ngram_bytes"] == 28_800_138_240
+    parts = ("expert_bytes", "dense_bytes", "embedding_bytes", "head_bytes", "ngram_bytes")
+    assert sum(totals[part] for part in parts) == totals["tensor_bytes"]
+    assert made.num_bytes > 111_323_630_080
+    assert made.path.stat().st_blocks * 512 < 64 << 20
+
+
+def test_pieces_beyond_the_first_are_its_rows_in_another_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = _tensors(make_model("qwen3moe", tmp_path / "a", layers=1, vocabulary_rows=384).path)
+    monkeypatch.setattr(synthetic_model, "_PIECE_BYTES", 100 * 144 + 1)  # 100 rows of experts
+    pieces = _tensors(make_model("qwen3moe", tmp_path / "b", layers=1, vocabulary_rows=384).path)
+    name = "blk.0.ffn_gate_exps.weight"
+    rows = pieces[name].data.reshape(-1, 144)
+    assert rows.shape == whole[name].data.reshape(-1, 144).shape == (1_024, 144)
+    first = {row.tobytes() for row in rows[:100]}
+    assert len(first) == 100
+    assert {row.tobytes() for row in rows} == first
+    assert len({rows[at : at + 64].tobytes() for at in range(0, 1_024, 64)}) == 16  # experts differ
+    assert np.array_equal(whole["output_norm.weight"].data, pieces["output_norm.weight"].data)
