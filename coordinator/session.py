@@ -94,7 +94,7 @@ class Session:
             message = f"{name}: longer than {MAX_PROMPT_BYTES} bytes"
             raise ConfigError(message)
         try:
-            return _not_empty(name, data.decode("utf-8"))
+            return _not_empty(name, data.decode("utf-8-sig"))  # some editors put a mark before the text
         except UnicodeDecodeError as error:
             message = f"{name}: not UTF-8 text, byte {error.start}"
             raise ConfigError(message) from None
