@@ -44,11 +44,12 @@ def dequantize(
     elif out.numel() != elements or out.dtype != torch.float32 or not out.is_contiguous():
         message = f"out must be {elements} contiguous float32 values, got {out.numel()} of {out.dtype}"
         raise ValueError(message)
-    block = block_format(ggml_type)
-    blocks, values = raw.reshape(-1, block.block_bytes), out.view(-1, block.block_elements)
-    if raw.device.type == "cpu":
-        expand = native_dequant.choose(ggml_type, elements, expand)
-    expand(blocks, values)
+    native = native_dequant.choose(ggml_type, elements, expand) if raw.is_cpu else None
+    if native is not None:
+        native(raw, out)
+    else:
+        block = block_format(ggml_type)
+        expand(raw.view(-1, block.block_bytes), out.view(-1, block.block_elements))
     return out.view(sizes)
 
 

@@ -32,7 +32,8 @@ _TORCH_WHEN_LARGE = frozenset(type_id(name) for name in ("IQ2_XS", "IQ2_S", "IQ3
 
 _log = logging.getLogger(__name__)
 
-Expander = Callable[[Tensor, Tensor], None]
+Expander = Callable[[Tensor, Tensor], None]  # blocks [B, bytes of a block] -> out [B, values]
+NativeExpander = Callable[[Tensor, Tensor], None]  # all bytes -> all values, both of any shape
 
 
 class _Library(Protocol):
@@ -70,15 +71,15 @@ def describe() -> str:
     return f"{LIBRARY} {version_or_reason}"
 
 
-def choose(ggml_type: int, elements: int, expand: Expander) -> Expander:
-    """Return what is to expand that many values of a type on the CPU; expand is torch's way."""
+def choose(ggml_type: int, elements: int, expand: Expander) -> NativeExpander | None:
+    """Return what expands that many values of a type on the CPU in place of expand, torch's way, or None."""
     if elements >= _LARGE_ELEMENTS and ggml_type in _TORCH_WHEN_LARGE:
-        return expand
-    return _agreed(ggml_type, expand) or expand
+        return None
+    return _agreed(ggml_type, expand)
 
 
 @functools.cache
-def _agreed(ggml_type: int, expand: Expander) -> Expander | None:
+def _agreed(ggml_type: int, expand: Expander) -> NativeExpander | None:
     """Return the library's expander of a type; None if it has none, or one that differs from expand."""
     library, version = _load()
     block = block_format(ggml_type)
@@ -86,7 +87,7 @@ def _agreed(ggml_type: int, expand: Expander) -> Expander | None:
         return None
     if library.row_size(ggml_type, block.block_elements) != block.block_bytes:
         return None
-    native = functools.partial(_expand, library, ggml_type)
+    native = functools.partial(_expand, library, ggml_type, block.block_elements, block.block_bytes)
     generator = torch.Generator().manual_seed(ggml_type)
     size = (_SAMPLE_BLOCKS, block.block_bytes)
     blocks = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
@@ -101,21 +102,23 @@ def _agreed(ggml_type: int, expand: Expander) -> Expander | None:
     return native
 
 
-def _expand(library: _Library, ggml_type: int, blocks: Tensor, out: Tensor) -> None:
-    elements, threads = out.numel(), torch.get_num_threads()
-    source, target = blocks.numpy(), out.numpy()
-    if threads == 1 or elements < 2 * ELEMENTS_PER_THREAD:
-        library.dequantize_rows_into_raw(ggml_type, source, target, 1, elements)
+def _expand(
+    library: _Library, ggml_type: int, block_elements: int, block_bytes: int, raw: Tensor, out: Tensor
+) -> None:
+    elements = out.numel()
+    if elements < 2 * ELEMENTS_PER_THREAD or torch.get_num_threads() == 1:
+        library.dequantize_rows_into_raw(ggml_type, raw.numpy(), out.numpy(), 1, elements)
         return
     # The library itself has one thread, and lets go of the interpreter while it works.
-    parts = min(threads, elements // ELEMENTS_PER_THREAD)
-    step = -(-len(blocks) // parts)
+    threads = torch.get_num_threads()
+    step = -(-elements // block_elements // min(threads, elements // ELEMENTS_PER_THREAD))
+    source, target = raw.view(-1, block_bytes).numpy(), out.view(-1, block_elements).numpy()
 
     def expand_part(start: int) -> None:
         piece = target[start : start + step]
         library.dequantize_rows_into_raw(ggml_type, source[start : start + step], piece, 1, piece.size)
 
-    for _ in _pool(threads).map(expand_part, range(0, len(blocks), step)):
+    for _ in _pool(threads).map(expand_part, range(0, len(source), step)):
         pass
 
 

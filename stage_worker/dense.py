@@ -9,6 +9,7 @@ their own expanded form and are not copied.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -44,6 +45,14 @@ class _Batch:
         return self.raw
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Expanded:
+    """A group's place in the scratch. Views are made once: a token makes thousands else."""
+
+    batches: tuple[tuple[_Batch, torch.Tensor], ...]  # what must be expanded, and where to
+    tensors: Mapping[str, torch.Tensor]
+
+
 class DenseWeights:
     """Quantised bytes of named groups of tensors, and their fp32 form on demand."""
 
@@ -59,6 +68,7 @@ class DenseWeights:
         self._reader = reader
         self._batches = {name: _batches(extents) for name, extents in groups.items()}
         self._scratch: dict[int, torch.Tensor] = {}
+        self._expanded: dict[str, _Expanded] = {}  # by group
 
     def load(self, *, progress: Callable[[int, int], None]) -> None:
         """Read all tensors and take the scratch; progress gets bytes done and bytes in all."""
@@ -83,17 +93,14 @@ class DenseWeights:
         """Quantised bytes of all tensors."""
         return sum(batch.num_bytes for batches in self._batches.values() for batch in batches)
 
-    def expand(self, group: str) -> dict[str, torch.Tensor]:
+    def expand(self, group: str) -> Mapping[str, torch.Tensor]:
         """The fp32 tensors of a group in torch shape, valid until the next call."""
-        expanded: dict[str, torch.Tensor] = {}
-        for batch in self._batches[group]:
-            values = self._values(batch)
-            start = 0
-            for key, extent in batch.extents.items():
-                stop = start + math.prod(extent.shape)
-                expanded[key] = values[start:stop].view(extent.shape)
-                start = stop
-        return expanded
+        expanded = self._expanded.get(group)
+        if expanded is None:
+            expanded = self._expanded[group] = self._views(group)
+        for batch, values in expanded.batches:
+            dequant.dequantize(batch.loaded(), batch.ggml_type, values.numel(), out=values)
+        return expanded.tensors
 
     def rows(self, group: str, ids: torch.Tensor | slice) -> torch.Tensor:
         """Rows of the one matrix of a group as fp32 [N, in]; ids: int64 [N], or a slice of rows."""
@@ -109,16 +116,29 @@ class DenseWeights:
         ((_, extent),) = batch.extents.items()
         return extent.shape[0]
 
-    def _values(self, batch: _Batch) -> torch.Tensor:
-        raw = batch.loaded()
-        if batch.ggml_type == F32:
-            return raw.view(torch.float32)
+    def _views(self, group: str) -> _Expanded:
+        batches: list[tuple[_Batch, torch.Tensor]] = []
+        tensors: dict[str, torch.Tensor] = {}
+        for batch in self._batches[group]:
+            if batch.ggml_type == F32:
+                values = batch.loaded().view(torch.float32)
+            else:
+                values = self._scratch_of(batch)
+                batches.append((batch, values))
+            sizes = [math.prod(extent.shape) for extent in batch.extents.values()]
+            for (key, extent), piece in zip(batch.extents.items(), torch.split(values, sizes), strict=True):
+                tensors[key] = piece.view(extent.shape)
+        return _Expanded(batches=tuple(batches), tensors=MappingProxyType(tensors))
+
+    def _scratch_of(self, batch: _Batch) -> torch.Tensor:
         elements = batch.num_elements
         scratch = self._scratch.get(batch.ggml_type)
         if scratch is None or scratch.numel() < elements:
-            scratch = torch.empty(elements, dtype=torch.float32, device=raw.device)
+            # Views of the smaller buffer would keep it alive; the other groups make theirs anew.
+            self._expanded.clear()
+            scratch = torch.empty(elements, dtype=torch.float32, device=batch.loaded().device)
             self._scratch[batch.ggml_type] = scratch
-        return dequant.dequantize(raw, batch.ggml_type, elements, out=scratch[:elements])
+        return scratch[:elements]
 
 
 def _batches(extents: Mapping[str, TensorExtent]) -> list[_Batch]:

@@ -176,7 +176,7 @@ def _expansion(layout: BlobLayout, scratch: Mapping[str, torch.Tensor]) -> _Expa
         values = scratch[run.parts[0].name][: run.num_elements]
         runs.append((run, values))
         sizes = [part.out_features * part.in_features for part in run.parts]
-        for part, matrix in zip(run.parts, values.split(sizes), strict=True):
+        for part, matrix in zip(run.parts, torch.split(values, sizes), strict=True):
             matrices.append(matrix.view(part.out_features, part.in_features))
     if len(matrices) == 2:  # gate and up fused, gate rows first
         matrices[:1] = matrices[0].chunk(2, dim=0)

@@ -44,7 +44,7 @@ def random_bytes(ggml_type: int, rows: int, blocks_per_row: int, seed: int = 0) 
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each of the two ways that the CPU has."""
     if request.param == "torch":
-        monkeypatch.setattr(native_dequant, "choose", lambda _kind, _elements, expand: expand)
+        monkeypatch.setattr(native_dequant, "choose", lambda *_ignored: None)
     elif not native_dequant.describe().startswith("libgguf"):
         pytest.skip(native_dequant.describe())
     return str(request.param)
