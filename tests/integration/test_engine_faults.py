@@ -52,7 +52,8 @@ def no_worker_or_descriptor_is_left() -> Iterator[None]:
     before = own_descriptors()
     yield
     assert stage_workers(os.getpid()) == []
-    assert own_descriptors() - before == Counter()
+    # A thread of zmq's own closes what closed sockets held, a moment later.
+    wait_until(lambda: own_descriptors() <= before, "the closing of all descriptors", 5)
 
 
 def kill(pid: int) -> None:
