@@ -8,6 +8,7 @@ message's limit.
 from dataclasses import dataclass
 from typing import Literal
 
+ComputeDtype = Literal["fp32", "bf16"]
 KvDtype = Literal["fp32", "fp16", "bf16", "int8"]  # int8: one fp32 scale per token and key-value head
 
 # Positions of one page of keys and values, in every stage alike; a sequence takes whole pages.
@@ -187,5 +188,7 @@ class StageAssignment:
     kv_pool_tokens: int
     max_sequences: int
     context_tokens: int  # length of a row of the token table
+    compute_dtype: ComputeDtype = "fp32"  # of expanded weights and matrix products; rows and sums are fp32
+    upload_group: int = 1  # streamed experts per copy into the window, where they lie side by side
     max_snapshots: int = 0  # of sequence state; their pages come from the KV pool, the rest has own room
     debug_delay_s: float = 0.0  # experiments: sleep per super-chunk, to make overlap visible

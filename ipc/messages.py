@@ -17,6 +17,7 @@ NOT_FINITE = -1  # the token of a row whose logits are not finite: the request f
 UploadPolicy = Literal["stream-all", "routed-only"]
 OperationKind = Literal["create", "drop", "truncate", "snapshot", "restore", "drop-snapshot"]
 Direction = Literal["in", "out"]
+Route = Literal["device", "host"]  # where a link's slots lie: the receiver's device memory, or a memfd
 
 
 # --- records inside messages -------------------------------------------------------------------------
@@ -165,6 +166,18 @@ class StageReady:
     arena_bytes: int
     load_file_read: int
     load_seconds: float
+    notes: tuple[str, ...] = ()  # what the stage had to do without, one line each; shown once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotsReady:
+    """The first answer to Relink "in" by the device route: the slots exist, and open under this handle."""
+
+    stage: int
+    incarnation: int
+    link: int
+    generation: int
+    handle: bytes  # CUDA IPC memory handle, 64 bytes; empty: the device gives none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +233,11 @@ class Assign:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relink:
-    """Makes one side of a link ready for a new generation; its slot memfd came over the socket pair."""
+    """Makes one side of a link ready for a new generation.
+
+    By the host route its slot memfd came over the socket pair. By the device route the receiver allocates the
+    slots and says SlotsReady, and the sender is told their handle here.
+    """
 
     incarnation: int
     link: int  # link l joins stage l to stage l + 1
@@ -229,6 +246,8 @@ class Relink:
     num_slots: int
     slot_rows: int
     slot_bytes: int
+    route: Route = "host"
+    handle: bytes = b""  # of the receiver's slots; direction "out" by the device route only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,7 +308,7 @@ class Return:
     slot: int
 
 
-ToCoordinator = Hello | StageReady | LinkReady | SuperChunkDone | StageFailed
+ToCoordinator = Hello | StageReady | SlotsReady | LinkReady | SuperChunkDone | StageFailed
 ToStage = Assign | Relink | BeginEpoch | RunSuperChunk | Shutdown
 BetweenNeighbours = Grant | Put | Return
 Message = ToCoordinator | ToStage | BetweenNeighbours

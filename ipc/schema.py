@@ -38,6 +38,12 @@ _MINUS_ONE_MEANS_NONE = frozenset(
     }
 )
 
+# Bytes fields of a fixed length: a CUDA IPC memory handle is 64 bytes, and b"" stands for none.
+_BYTES_LENGTHS: dict[tuple[str, str], tuple[int, ...]] = {
+    ("SlotsReady", "handle"): (0, 64),
+    ("Relink", "handle"): (0, 64),
+}
+
 Check = Callable[[Any], Any]
 
 
@@ -140,6 +146,8 @@ def _compile(hint: Any, *, owner: str, name: str) -> Schema:
         schema = _leaf(_literal_check(frozenset(arguments)))
     elif hint is int and (owner, name) in _MINUS_ONE_MEANS_NONE:
         schema = _leaf(_integer_check(-1, _MAX_SIGNED))
+    elif hint is bytes and (owner, name) in _BYTES_LENGTHS:
+        schema = _leaf(_bytes_check(_BYTES_LENGTHS[owner, name]))
     elif hint in _LEAVES:
         schema = _LEAVES[hint]
     else:
@@ -214,6 +222,16 @@ def _check_bytes(value: Any) -> bytes:
         reason = f": {len(value)} bytes, at most {MAX_BYTES_FIELD} are allowed"
         raise MismatchError(reason)
     return value
+
+
+def _bytes_check(lengths: tuple[int, ...]) -> Check:
+    def check(value: Any) -> bytes:
+        if len(_check_bytes(value)) not in lengths:
+            reason = f": {len(value)} bytes where {' or '.join(map(str, lengths))} are due"
+            raise MismatchError(reason)
+        return typing.cast("bytes", value)
+
+    return check
 
 
 _LEAVES: dict[Any, Schema] = {

@@ -31,6 +31,10 @@ from strata_coord.ipc.schema import schema_of
 GOLDEN = Path(__file__).parents[1] / "data" / f"golden_messages_v{PROTOCOL_VERSION}.json"
 
 
+HANDLE_BYTES = 64
+_OF_ONE_LENGTH = ("handle",)  # bytes fields that are empty or a device memory handle
+
+
 def example(hint: Any, name: str = "") -> Any:
     """One fixed value of every annotation that records use; golden bytes depend on it."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
@@ -43,20 +47,26 @@ def example(hint: Any, name: str = "") -> Any:
         return example(next(a for a in arguments if a is not type(None)), name)
     if origin is Literal:
         return arguments[0]
-    return {int: len(name), float: 0.5, bool: True, str: name, bytes: name.encode()}[hint]
+    return {int: len(name), float: 0.5, bool: True, str: name, bytes: _example_bytes(name)}[hint]
 
 
-def strategy(hint: Any) -> st.SearchStrategy[Any]:
+def _example_bytes(name: str) -> bytes:
+    return name.encode().ljust(HANDLE_BYTES, b".") if name in _OF_ONE_LENGTH else name.encode()
+
+
+def strategy(hint: Any, name: str = "") -> st.SearchStrategy[Any]:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
         hints = typing.get_type_hints(hint)
-        return st.builds(hint, **{f.name: strategy(hints[f.name]) for f in dataclasses.fields(hint)})
+        return st.builds(hint, **{f.name: strategy(hints[f.name], f.name) for f in dataclasses.fields(hint)})
     if origin is tuple:
         return st.lists(strategy(arguments[0]), max_size=3).map(tuple)
     if origin in {types.UnionType, typing.Union}:
         return st.none() | strategy(next(a for a in arguments if a is not type(None)))
     if origin is Literal:
         return st.sampled_from(arguments)
+    if hint is bytes and name in _OF_ONE_LENGTH:
+        return st.just(b"") | st.binary(min_size=HANDLE_BYTES, max_size=HANDLE_BYTES)
     return {
         int: st.integers(0, 2**63 - 1),
         float: st.floats(allow_nan=False, allow_infinity=False),
@@ -176,6 +186,18 @@ def test_damaged_messages_raise_nothing_but_protocol_errors(data):
     except ProtocolError:
         return
     assert type(message) in codec.MESSAGE_CLASSES
+
+
+@pytest.mark.parametrize("name", ["SlotsReady", "Relink"])
+@pytest.mark.parametrize("length", [1, 63, 65, 4096])
+def test_a_device_memory_handle_has_its_one_length_both_ways(name, length):
+    good = example(codec.REGISTRY[name])
+    assert codec.decode_message(codec.encode_message(dataclasses.replace(good, handle=b""))).handle == b""
+    with pytest.raises(ProtocolError, match=rf"{name}\.handle: {length} bytes where 0 or 64"):
+        codec.encode_message(dataclasses.replace(good, handle=bytes(length)))
+    plain = msgpack.unpackb(codec.encode_message(good))[2]
+    with pytest.raises(ProtocolError, match=rf"{name}\.handle: {length} bytes where 0 or 64"):
+        codec.decode_message(wire(name, plain | {"handle": bytes(length)}))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
