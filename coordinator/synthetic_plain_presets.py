@@ -123,7 +123,7 @@ def _tiny_gpt_oss(layers: int | None) -> SyntheticShape:
         attention=_windowed(attention_geometry(4, 2, 64, base=150_000.0), layers, window=24),
         experts=_biased(expert_geometry(layers, TINY_EXPERTS, 64)),
         vocabulary=tiny_vocabulary("gpt-4o"),
-        context=32_768,
+        context=131_072,
     )
 
 

@@ -118,7 +118,7 @@ def test_flash_next_has_the_published_size_to_the_byte() -> None:
         ("llama", "mixtral-8x7b", 45.1e9, 1.6e9),
         ("glm4moe", "glm-4.5-air", 99.7e9, 7.1e9),
         ("gpt-oss", "gpt-oss-20b", 19.1e9, 1.8e9),
-        ("gpt-oss", "gpt-oss-120b", 114.7e9, 2.1e9),
+        ("gpt-oss", "gpt-oss-120b", 114.7e9, 2.17e9),
     ],
 )
 def test_published_models_have_their_number_of_parameters(
