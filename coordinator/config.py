@@ -141,7 +141,8 @@ class KvConfig(_Table):
     """Keys and values of attention."""
 
     dtype: Literal["fp16", "bf16", "fp32", "int8"] = Field(
-        default="fp16", description="Type that keys and values are kept in."
+        default="fp16",
+        description="Type that keys and values are kept in; int8 has a scale per token and head.",
     )
     pool_tokens: Positive | Literal["auto"] = Field(
         default="auto", description='Tokens of all sequences together; "auto": context_tokens.'

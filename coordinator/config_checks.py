@@ -59,8 +59,6 @@ def unavailable_keys(tables: Mapping[str, Any]) -> list[Problem]:
     if _get(tables, "split", "boundaries") == "auto":
         text = f'"auto" {_LATER}; name the first layer of each later stage, for example [24]'
         problems.append(Problem(path=("split", "boundaries"), text=text))
-    if _get(tables, "kv", "dtype") == "int8":
-        problems.append(Problem(path=("kv", "dtype"), text=f'"int8" {_LATER}; use "fp16", "bf16" or "fp32"'))
     for number, stage in enumerate(_stages(tables)):
         for key in _UNAVAILABLE_OF_A_STAGE:
             if key in stage:

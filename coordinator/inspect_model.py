@@ -14,7 +14,12 @@ from strata_coord.coordinator.chat_template import TEMPLATE_KEY
 from strata_coord.coordinator.ggml_types import type_name
 from strata_coord.coordinator.model_index import ModelIndex, load_model_index
 from strata_coord.coordinator.printable import printable
-from strata_coord.ipc.assignment import TensorExtent
+from strata_coord.coordinator.state_sizes import (
+    KV_DTYPE_BYTES,
+    sequence_bytes_by_kind,
+    token_bytes_by_kind,
+)
+from strata_coord.ipc.assignment import ModelGeometry, TensorExtent
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -49,6 +54,7 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
         "output": {**_tensor(index.output()), "tied": index.tied},
         "head_bytes": sum(tensor.num_bytes for tensor in head),
         "ngram_table": None if table is None else _tensor(table),
+        "state": _state(geometry),
         "totals": {
             "tensors": len(index.tensors),
             "tensor_bytes": sum(tensor.num_bytes for tensor in index.tensors.values()),
@@ -61,6 +67,17 @@ def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
         },
         "tokenizer": _tokenizer(index),
         "chat_template": TEMPLATE_KEY in index.metadata,
+    }
+
+
+def _state(geometry: ModelGeometry) -> dict[str, Any]:
+    """Return what a sequence takes in memory, in bytes: a token by type of keys and values, and the rest."""
+    last = geometry.num_layers
+    return {
+        "bytes_per_token": {
+            dtype: token_bytes_by_kind(geometry, 0, last, kv_dtype=dtype) for dtype in KV_DTYPE_BYTES
+        },
+        "bytes_per_sequence": sequence_bytes_by_kind(geometry, 0, last),
     }
 
 
@@ -181,9 +198,18 @@ def _summary_rows(report: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
             "n-gram table",
             f"{_size(ngram['bytes'])}, {ngram['type']}, {ngram['shape'][0]} rows, read row by row",
         )
+    yield from _state_rows(report["state"])
     yield "types", ", ".join(f"{kind} {_size(size)}" for kind, size in totals["bytes_by_type"].items())
     yield "tokenizer", _tokenizer_line(report["tokenizer"])
     yield "chat template", "yes" if report["chat_template"] else "no; the built-in ChatML template is used"
+
+
+def _state_rows(state: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    tokens = {dtype: sum(kinds.values()) for dtype, kinds in state["bytes_per_token"].items()}
+    yield "state per token", ", ".join(f"{dtype} {_size(size)}" for dtype, size in tokens.items())
+    kinds = {kind: size for kind, size in state["bytes_per_sequence"].items() if size}
+    parts = ", ".join(f"{kind.replace('_', ' ')} {_size(size)}" for kind, size in kinds.items())
+    yield "state per sequence", f"{_size(sum(kinds.values()))} ({parts})" if kinds else "none besides"
 
 
 def _streams(geometry: Mapping[str, Any]) -> str:

@@ -165,9 +165,6 @@ def _context_tokens(model: PlannedModel, config: Config, notes: list[str]) -> in
 
 def _wanted(config: Config, context: int) -> _Wanted:
     prefill, kv = config.prefill, config.kv
-    if kv.dtype == "int8":
-        message = 'kv.dtype: "int8" is not available in this version'
-        raise ConfigError(message)
     most = (
         min(DEFAULT_RESERVED_TOKENS, context)
         if prefill.reserved_tokens == "auto"

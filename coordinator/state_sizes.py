@@ -11,10 +11,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from strata_coord.ipc.assignment import KvDtype, ModelGeometry
 
-__all__ = ["KV_DTYPE_BYTES", "attention_scratch_bytes", "pool_bytes_per_token", "state_bytes_per_sequence"]
+__all__ = [
+    "KV_DTYPE_BYTES",
+    "attention_scratch_bytes",
+    "pool_bytes_per_token",
+    "sequence_bytes_by_kind",
+    "state_bytes_per_sequence",
+    "token_bytes_by_kind",
+]
 
 FP32_BYTES = 4
-KV_DTYPE_BYTES: dict[KvDtype, int] = {"fp32": 4, "fp16": 2, "bf16": 2}
+KV_DTYPE_BYTES: dict[KvDtype, int] = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 1}
+KV_SCALE_BYTES = 4  # int8: fp32, one for each key or value row of a key-value head
 _TOKEN_ID_BYTES = 8
 # Attention runs over tiles of rows whose mask has at most this many entries, so that scratch does not grow
 # with rows times context.
@@ -23,40 +31,56 @@ DELTA_CHUNK_ROWS = 64
 
 
 def pool_bytes_per_token(geometry: ModelGeometry, first: int, last: int, *, kv_dtype: KvDtype) -> int:
-    """Return the bytes that one token takes in the paged pool of layers [first, last).
+    """Return the bytes that one token takes in the paged pool of layers [first, last)."""
+    return sum(token_bytes_by_kind(geometry, first, last, kv_dtype=kv_dtype).values())
+
+
+def token_bytes_by_kind(
+    geometry: ModelGeometry, first: int, last: int, *, kv_dtype: KvDtype
+) -> dict[str, int]:
+    """Return what one token adds to the state of layers [first, last), by kind, in bytes.
 
     Keys and values of every attention layer, and one indexer key for each compressed block, rounded up.
     """
     attention = geometry.attention
-    key_values = 2 * attention.num_kv_heads * attention.head_dim * KV_DTYPE_BYTES[kv_dtype]
-    total = 0
+    row = attention.head_dim * KV_DTYPE_BYTES[kv_dtype] + (KV_SCALE_BYTES if kv_dtype == "int8" else 0)
+    kinds = {"key_values": 0, "indexer_keys": 0}
     for layer in range(first, last):
         if geometry.recurrent_layers[layer]:
             continue
-        total += key_values
+        kinds["key_values"] += 2 * attention.num_kv_heads * row
         ratio = _compress_ratio(geometry, layer)
         if ratio and geometry.sparse_attention is not None:
-            total += -(-geometry.sparse_attention.head_dim * FP32_BYTES // ratio)
-    return total
+            kinds["indexer_keys"] += -(-geometry.sparse_attention.head_dim * FP32_BYTES // ratio)
+    return kinds
 
 
 def state_bytes_per_sequence(geometry: ModelGeometry, first: int, last: int) -> int:
     """Return the bytes of one sequence's state of fixed size in layers [first, last)."""
-    total = 0
+    return sum(sequence_bytes_by_kind(geometry, first, last).values())
+
+
+def sequence_bytes_by_kind(geometry: ModelGeometry, first: int, last: int) -> dict[str, int]:
+    """Return the state of fixed size that a sequence has in layers [first, last), by kind, in bytes.
+
+    A stage allocates all of it but the token ids, which it reads from the launch's token table.
+    """
+    kinds = {"recurrent": 0, "convolution": 0, "incomplete_block": 0, "ngram_convolution": 0, "ngram_ids": 0}
     for layer in range(first, last):
         delta = geometry.delta_net
         if geometry.recurrent_layers[layer] and delta is not None:
             channels = (2 * delta.num_key_heads + delta.num_value_heads) * delta.head_dim
-            total += (delta.conv_kernel - 1) * channels * FP32_BYTES
-            total += delta.num_value_heads * delta.head_dim**2 * FP32_BYTES
+            kinds["convolution"] += (delta.conv_kernel - 1) * channels * FP32_BYTES
+            kinds["recurrent"] += delta.num_value_heads * delta.head_dim**2 * FP32_BYTES
         ratio = _compress_ratio(geometry, layer)
         if ratio and geometry.sparse_attention is not None:
-            total += (ratio - 1) * geometry.sparse_attention.head_dim * FP32_BYTES
+            kinds["incomplete_block"] += (ratio - 1) * geometry.sparse_attention.head_dim * FP32_BYTES
         ngram = geometry.ngram
         if ngram is not None and layer in ngram.layers:
-            total += (ngram.conv_kernel - 1) * ngram.ngram_size * geometry.row_width * FP32_BYTES
-            total += (ngram.ngram_size - 1) * _TOKEN_ID_BYTES
-    return total
+            rows = (ngram.conv_kernel - 1) * ngram.ngram_size
+            kinds["ngram_convolution"] += rows * geometry.row_width * FP32_BYTES
+            kinds["ngram_ids"] += (ngram.ngram_size - 1) * _TOKEN_ID_BYTES
+    return kinds
 
 
 def attention_scratch_bytes(

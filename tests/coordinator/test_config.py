@@ -109,7 +109,6 @@ def test_a_word_is_not_taken_for_a_number_nor_true_for_one():
         ("memory", 'expert_profile = "p"', "memory.expert_profile"),
         ("memory", "snapshot_gib = 1", "memory.snapshot_gib"),
         ("memory", 'mirrors = ["/x"]', "memory.mirrors"),
-        ("kv", 'dtype = "int8"', "kv.dtype"),
         ("decode", 'draft = "mtp"', "decode.draft"),
         ("serve", 'host = "127.0.0.1"', "serve.host"),
         ("serve", "port = 80", "serve.port"),
@@ -130,6 +129,11 @@ def test_a_key_whose_feature_comes_later_is_refused_by_name(table, line, key):
     assert len(found) == 1
     assert "is not available in this version" in found[0]
     assert found[0].startswith(f"my.toml:{text.splitlines().index(line) + 1}: ")
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp32", "fp16", "bf16", "int8"])
+def test_every_type_of_keys_and_values_may_be_chosen(kv_dtype):
+    assert good(f'[model]\npath = "a"\n[kv]\ndtype = "{kv_dtype}"\n').kv.dtype == kv_dtype
 
 
 def test_settings_that_ask_for_nothing_new_are_accepted():

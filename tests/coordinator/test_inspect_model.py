@@ -1,13 +1,18 @@
 import io
 import json
+import re
 from pathlib import Path
 
 import handmade_gguf as made
 import pytest
+from real_geometries import flash_next
 from rich.console import Console
 
-from strata_coord.coordinator.inspect_model import inspect, render
+from strata_coord.coordinator.inspect_model import _state, inspect, render
+from strata_coord.coordinator.model_index import load_model_index
+from strata_coord.ipc.assignment import KV_PAGE_TOKENS
 from strata_coord.ipc.errors import ModelError
+from strata_coord.stage_worker.sequence_state import StatePool
 
 
 @pytest.fixture
@@ -79,3 +84,46 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ModelError, match="damaged or not fully downloaded"):
         inspect(path)
+
+
+def test_state_is_what_a_stage_allocates(tmp_path: Path) -> None:
+    for number, (keys, shapes) in enumerate((made.qwen3moe(), made.qwen4exp())):
+        path = made.write_model(tmp_path / f"{number}.gguf", keys, shapes)
+        state = inspect(path)["state"]
+        geometry = load_model_index(path).geometry
+        for kv_dtype, per_token in state["bytes_per_token"].items():
+            pool = StatePool(
+                geometry,
+                0,
+                geometry.num_layers,
+                kv_dtype=kv_dtype,
+                kv_pool_tokens=KV_PAGE_TOKENS,
+                max_sequences=1,
+                device="meta",
+            )
+            per_sequence = dict(state["bytes_per_sequence"])
+            del per_sequence["ngram_ids"]  # read from the token table, which all stages share
+            told = KV_PAGE_TOKENS * sum(per_token.values()) + sum(per_sequence.values())
+            assert pool.num_bytes == told, kv_dtype
+
+
+def test_state_of_the_real_model_is_the_published_one() -> None:
+    state = _state(flash_next())
+    per_token = {kind: found["key_values"] for kind, found in state["bytes_per_token"].items()}
+    assert per_token == {"fp32": 49_152, "fp16": 24_576, "bf16": 24_576, "int8": 12_480}
+    assert state["bytes_per_token"]["fp16"]["indexer_keys"] == 2 * 768  # fp32 here, fp16 there
+    assert state["bytes_per_sequence"] == {
+        "recurrent": 36 * 3_145_728,
+        "convolution": 36 * 122_880,
+        "incomplete_block": 12 * 3 * 128 * 4,
+        "ngram_convolution": 368_640,
+        "ngram_ids": 16,
+    }
+
+
+def test_state_is_shown(report: dict, tmp_path: Path) -> None:
+    text = shown(report, 200)
+    assert re.search(r"state per token +fp32 \d", text)
+    assert re.search(r"state per sequence +[\d.]+ KiB \(recurrent ", text)
+    plain = inspect(made.write_model(tmp_path / "plain.gguf", *made.qwen3moe()))
+    assert "state per sequence  none besides" in shown(plain, 200)

@@ -29,7 +29,7 @@ TOKEN_IDS = 16
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, 8), (0, 3), (2, 7), (3, 4)])
-@pytest.mark.parametrize("kv_dtype", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("kv_dtype", ["fp32", "fp16", "bf16", "int8"])
 def test_state_takes_what_the_plan_says(first, last, kv_dtype):
     pool = StatePool(
         GEOMETRY, first, last, kv_dtype=kv_dtype, kv_pool_tokens=1024, max_sequences=3, device="cpu"
