@@ -36,7 +36,7 @@ from strata_coord.coordinator.requests import (
     GenerationRequest,
     TokenGenerated,
 )
-from strata_coord.coordinator.scheduler import PrefillShape, SchedulerLimits, Sequence
+from strata_coord.coordinator.scheduler import PrefillShape, Sequence, limits_of
 from strata_coord.coordinator.shared_memory import TokenTable
 from strata_coord.coordinator.stage_facts import StageIdentity
 from strata_coord.coordinator.stage_set import EPOCH, INCARNATION, StageSet
@@ -71,7 +71,7 @@ class ControlLoop(threading.Thread):
             memory_lock=self._lock,
         )
         self._tokens: TokenTable | None = None
-        self._pipeline = Pipeline(_limits(plan), epoch=EPOCH)
+        self._pipeline = Pipeline(limits_of(plan), epoch=EPOCH)
         self._submissions: dict[int, Submission] = {}
         self._next_sequence = 1
         self._mail: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -257,6 +257,8 @@ class ControlLoop(threading.Thread):
                     numa_node=hello.numa_node,
                     device_bytes=ready.device_bytes,
                 )
+                for note in ready.notes:
+                    self._telemetry.note(f"stage {ready.stage}: {note}")
 
     def _super_chunk_done(self, done: SuperChunkDone) -> None:
         entry = self._stages.entries[done.stage]
@@ -377,17 +379,6 @@ class ControlLoop(threading.Thread):
     def _end(self, submission: Submission, finished: GenerationFinished) -> None:
         self._submissions.pop(submission.sequence, None)
         submission.end(finished)
-
-
-def _limits(plan: LaunchPlan) -> SchedulerLimits:
-    return SchedulerLimits(
-        num_stages=len(plan.stages),
-        max_sequences=plan.max_sequences,
-        kv_pool_tokens=plan.kv_pool_tokens,
-        max_rows=plan.super_chunk_tokens,
-        decode_sub_chunk_tokens=plan.sub_chunk_tokens,
-        decode_slot_rows=plan.slot_rows,
-    )
 
 
 def _facts(plan: LaunchPlan) -> tuple[StageFacts, ...]:

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from strata_coord.coordinator.plan import LaunchPlan
 from strata_coord.ipc.assignment import KV_PAGE_TOKENS
 from strata_coord.ipc.errors import InvariantError
 from strata_coord.ipc.messages import SamplingSettings, Segment, StateOperation, SuperChunk, UploadPolicy
@@ -54,6 +55,18 @@ class SchedulerLimits:
     max_rows: int  # S of the plan
     decode_sub_chunk_tokens: int
     decode_slot_rows: int
+
+
+def limits_of(plan: LaunchPlan) -> SchedulerLimits:
+    """The room that the stages of a plan have."""
+    return SchedulerLimits(
+        num_stages=len(plan.stages),
+        max_sequences=plan.max_sequences,
+        kv_pool_tokens=plan.kv_pool_tokens,
+        max_rows=plan.super_chunk_tokens,
+        decode_sub_chunk_tokens=plan.sub_chunk_tokens,
+        decode_slot_rows=plan.slot_rows,
+    )
 
 
 class Scheduler:
