@@ -179,6 +179,45 @@ def test_generation_stops_at_the_named_end_and_at_the_usual_ones(tokenizers: dic
     assert tokenizers["qwen2"].stop_tokens == {vocabulary.im_end, vocabulary.end_of_text}
 
 
+def _with_control(**names: int) -> dict[str, object]:
+    """Changes that make control tokens of padding rows."""
+
+    def change(tokens: list[str], types: list[int]) -> None:
+        for name, row in names.items():
+            tokens[row], types[row] = f"<|{name}|>", 3
+
+    return changed_tokens(change)
+
+
+def test_generation_stops_at_every_end_that_the_file_names_or_spells(tmp_path: Path) -> None:
+    vocabulary = tiny_vocabulary()
+    ends = {vocabulary.im_end, vocabulary.end_of_text}
+    changes = _with_control(user=500, eot_id=501, eom_id=502, observation=503, tool=504)
+    named = model_keys(**changes, eot_token_id=500, eom_token_id=503)
+    assert Tokenizer.from_metadata(metadata_of(tmp_path, named)).stop_tokens == {*ends, *range(500, 504)}
+    assert Tokenizer.from_metadata(metadata_of(tmp_path, model_keys(**changes))).stop_tokens == {
+        *ends,
+        501,
+        502,
+    }
+
+
+def test_the_end_of_a_message_is_no_end_where_answers_have_several(tmp_path: Path) -> None:
+    one = model_keys(**_with_control(end=500))
+    several = model_keys(**_with_control(end=500, call=501, **{"return": 502}))
+    assert 500 in Tokenizer.from_metadata(metadata_of(tmp_path, one)).stop_tokens
+    stops = Tokenizer.from_metadata(metadata_of(tmp_path, several)).stop_tokens
+    assert (500 in stops, 501 in stops, 502 in stops) == (False, True, True)
+
+
+def test_an_end_that_is_ordinary_text_does_not_stop(tmp_path: Path) -> None:
+    def add(tokens: list[str], types: list[int]) -> None:
+        tokens[500], types[500] = "</s>", 1
+
+    stops = Tokenizer.from_metadata(metadata_of(tmp_path, model_keys(**changed_tokens(add)))).stop_tokens
+    assert 500 not in stops
+
+
 def test_user_defined_tokens_are_matched_whole_and_shown(tmp_path: Path) -> None:
     def add(tokens: list[str], types: list[int]) -> None:
         tokens[500], types[500] = "<think>", 4
