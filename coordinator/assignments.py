@@ -43,6 +43,8 @@ def stage_assignment(launch: LaunchPlan, stage: int, model: PlannedModel) -> Sta
         kv_pool_tokens=launch.kv_pool_tokens,
         max_sequences=launch.max_sequences,
         context_tokens=launch.context_tokens,
+        compute_dtype=plan.compute_dtype,
+        upload_group=plan.upload_group,
     )
 
 

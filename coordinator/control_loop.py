@@ -257,8 +257,6 @@ class ControlLoop(threading.Thread):
                     numa_node=hello.numa_node,
                     device_bytes=ready.device_bytes,
                 )
-                for note in ready.notes:
-                    self._telemetry.note(f"stage {ready.stage}: {note}")
 
     def _super_chunk_done(self, done: SuperChunkDone) -> None:
         entry = self._stages.entries[done.stage]

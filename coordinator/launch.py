@@ -118,6 +118,9 @@ def running_engine(prepared: Prepared, screen: "Screen") -> Iterator["Engine"]:
     try:
         screen.show(engine)
         engine.start()
+        for stage in engine.stages():
+            for note in stage.notes:
+                screen.note(f"stage {stage.stage}: {note}")
         yield engine
         grace_s = ORDERLY_GRACE_S
     finally:

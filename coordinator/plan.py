@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from strata_coord.coordinator.plan_json import record_from
-from strata_coord.ipc.assignment import KvDtype
+from strata_coord.ipc.assignment import ComputeDtype, KvDtype
 from strata_coord.ipc.errors import ConfigError
-from strata_coord.ipc.messages import UploadPolicy
+from strata_coord.ipc.messages import Route, UploadPolicy
 
 __all__ = [
     "BudgetLine",
@@ -27,7 +27,7 @@ __all__ = [
     "to_json",
 ]
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 
 PrefillMode = Literal["layer-major", "chunk-major"]
 ModeSetting = Literal["auto", "layer-major", "chunk-major"]
@@ -72,7 +72,11 @@ class StagePlan:
     stage: int
     first_layer: int
     last_layer: int
-    device: str
+    device: str  # "cpu" or "cuda:N"
+    device_key: str  # the card's UUID, which no setting renumbers; "" on the CPU
+    route: Route | None  # of the rows to the next stage; None: it is the last
+    compute_dtype: ComputeDtype
+    upload_group: int  # streamed experts per copy
     numa_node: int  # -1: not bound
     cpu_threads: int
     budget_bytes: int

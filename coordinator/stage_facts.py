@@ -17,3 +17,4 @@ class StageIdentity:
     last_layer: int  # exclusive
     load_file_read: int
     load_seconds: float
+    notes: tuple[str, ...] = ()  # what it had to do without

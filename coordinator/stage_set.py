@@ -43,6 +43,7 @@ from strata_coord.ipc.messages import (
     LinkReady,
     Relink,
     Shutdown,
+    SlotsReady,
     StageFailed,
     StageReady,
     SuperChunkDone,
@@ -95,6 +96,7 @@ class StageSet:
         self._secret = secrets.token_bytes(SECRET_BYTES)
         self._watch = StageWatch(hang_s=hang_s, start_s=start_s)
         self._server: ControlServer | None = None
+        self._slots_wanted: set[int] = set()  # links whose receiver has yet to say SlotsReady
 
     # --- start and end -----------------------------------------------------------------------------------
 
@@ -200,6 +202,8 @@ class StageSet:
                 case StageReady():
                     self._ready(message)
                     news.append(message)
+                case SlotsReady():
+                    self._slots_ready(message)
                 case LinkReady():
                     self.entries[message.stage].links_wanted.discard(message.direction)
                     self._begin_if_linked()
@@ -240,31 +244,49 @@ class StageSet:
             self._begin_if_linked()
 
     def _link(self, link: int) -> None:
-        slot_bytes = self._plan.slot_rows * self._plan.row_bytes
-        num_bytes = self._plan.hand_off_slots * slot_bytes
         sides: tuple[tuple[int, Direction], ...] = ((link + 1, "in"), (link, "out"))
+        for number, direction in sides:
+            self.entries[number].links_wanted.add(direction)
+        if self._plan.stages[link].route == "device":
+            # The receiver allocates; the sender is told where once SlotsReady is here.
+            self._slots_wanted.add(link)
+            self.send(link + 1, self._relink(link, "in"))
+            return
+        num_bytes = self._plan.hand_off_slots * self._plan.slot_rows * self._plan.row_bytes
         fd = create_memfd(f"link-{link}", num_bytes, numa_node=self._plan.stages[link + 1].numa_node)
         try:
-            for number, direction in sides:
-                entry = self.entries[number]
-                entry.links_wanted.add(direction)
-                if entry.worker is not None:
-                    send_descriptors(entry.worker.channel, slots_label(link, GENERATION), [fd])
+            for number, _ in sides:
+                worker = self.entries[number].worker
+                if worker is not None:
+                    send_descriptors(worker.channel, slots_label(link, GENERATION), [fd])
         finally:
             os.close(fd)
         for number, direction in sides:
-            self.send(
-                number,
-                Relink(
-                    incarnation=INCARNATION,
-                    link=link,
-                    generation=GENERATION,
-                    direction=direction,
-                    num_slots=self._plan.hand_off_slots,
-                    slot_rows=self._plan.slot_rows,
-                    slot_bytes=slot_bytes,
-                ),
-            )
+            self.send(number, self._relink(link, direction))
+
+    def _slots_ready(self, ready: SlotsReady) -> None:
+        link = ready.link
+        if link not in self._slots_wanted or (ready.stage, ready.generation) != (link + 1, GENERATION):
+            text = f"stage {ready.stage} sends slots of link {link}, generation {ready.generation}, unasked"
+            raise ProtocolError(text)
+        if not ready.handle:
+            text = f"stage {ready.stage}: the device gives no handle for the slots of link {link}"
+            raise StageFailedError(text)
+        self._slots_wanted.discard(link)
+        self.send(link, self._relink(link, "out", handle=ready.handle))
+
+    def _relink(self, link: int, direction: Direction, *, handle: bytes = b"") -> Relink:
+        return Relink(
+            incarnation=INCARNATION,
+            link=link,
+            generation=GENERATION,
+            direction=direction,
+            num_slots=self._plan.hand_off_slots,
+            slot_rows=self._plan.slot_rows,
+            slot_bytes=self._plan.slot_rows * self._plan.row_bytes,
+            route=self._plan.stages[link].route or "host",
+            handle=handle,
+        )
 
     def _begin_if_linked(self) -> None:
         if self.is_open or any(entry.links_wanted or entry.ready is None for entry in self.entries):
@@ -347,11 +369,12 @@ class StageSet:
             device=entry.ready.device,
             numa_node=entry.hello.numa_node,
             binding=entry.hello.binding,
-            route="host" if number < len(self.entries) - 1 else None,
+            route=plan.route,
             first_layer=plan.first_layer,
             last_layer=plan.last_layer,
             load_file_read=entry.ready.load_file_read,
             load_seconds=entry.ready.load_seconds,
+            notes=entry.ready.notes,
         )
 
     def _place(self, number: int) -> str:

@@ -35,7 +35,7 @@ def changed(**values):
     [
         ("{", "plan: not valid JSON"),
         ("[]", r"plan: expected an object, got \[\]"),
-        (changed(version=99), "plan.version: expected 1, got 99; make the plan again"),
+        (changed(version=99), "plan.version: expected 2, got 99; make the plan again"),
         (changed(extra=1), "plan.extra: unknown"),
         (changed(slot_rows="a"), "plan.slot_rows: expected a whole number, got 'a'"),
         (changed(slot_rows=True), "plan.slot_rows: expected a whole number, got True"),
