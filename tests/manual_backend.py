@@ -74,6 +74,9 @@ class ManualBackend:
         self.streams.append(ManualStream(self, name))
         return self.streams[-1]
 
+    def host_stream(self, name: str) -> ManualStream:
+        return self.side_stream(name)
+
     compute_stream = None  # tests make theirs with side_stream("compute")
 
     def step_any(self) -> bool:
