@@ -1,0 +1,1 @@
+"""Triton kernels, launched by the modules beside this package. Importing one needs Triton: do it lazily."""
