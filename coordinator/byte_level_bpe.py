@@ -82,7 +82,7 @@ def build_byte_level(metadata: Metadata, vocabulary: Vocabulary, pre: PreTokeniz
 
 
 def spelt_bytes(token: str, kind: int) -> bytes:
-    """Return the bytes that a token spells; its kind is always NORMAL, since no other has bytes of its own."""
+    """Return the bytes that a token spells; kind is always NORMAL, the only one that has any."""
     return bytes([BYTE_OF_CHAR[char] for char in token])
 
 
