@@ -137,8 +137,10 @@ class ControlThread(threading.Thread):
         return 2 if unsent else 1000
 
     def _step(self, poller: zmq.Poller) -> None:
+        messages = self._control.recv_all()
+        # After the messages: what one of them relies on was sent over the channel before it.
         self._read_channel()
-        for message in self._control.recv_all():
+        for message in messages:
             self._command(message)
         for relink in list(self._waiting_relinks):
             self._try_relink(relink, poller)
@@ -194,7 +196,8 @@ class ControlThread(threading.Thread):
             return  # its memory is still on its way over the channel
         self._waiting_relinks.remove(relink)
         is_in = relink.direction == "in"
-        slots = MappedSlots(fd, relink.num_slots, relink.slot_bytes, writable=not is_in)
+        # Writable on both sides: torch knows no tensor that may only be read, and says so on stderr.
+        slots = MappedSlots(fd, relink.num_slots, relink.slot_bytes, writable=True)
         os.close(fd)
         link = NeighbourLink(
             link_endpoint(Path(self._setup.run_directory), relink.link, relink.generation),
