@@ -447,6 +447,9 @@ def _assignment(path: Path, **changes: object) -> StageAssignment:
         "group_rows": 8,
         "max_sequences": 2,
         "context_tokens": 128,
+        "kv_dtype": "fp32",
+        "kv_pool_tokens": 256,
+        "max_snapshots": 0,
     }
     return assignment(index, **(values | changes))
 
