@@ -26,7 +26,8 @@ def select_blocks(scores_TM: Tensor, complete_T: Tensor, num_selected: int) -> T
     exists = torch.arange(num_blocks, device=scores_TM.device) < complete_T.unsqueeze(1)
     if num_blocks <= num_selected:
         return exists
-    scores = scores_TM.masked_fill(~exists, float("-inf"))
+    # A row that is not finite is found out later; until then it too needs a selection of the right size.
+    scores = scores_TM.nan_to_num(nan=0.0).masked_fill_(~exists, float("-inf"))
     cut = torch.topk(scores, num_selected, dim=-1).values[:, -1:]
     above = scores > cut
     equal = scores == cut

@@ -28,8 +28,7 @@ class PageTable:
             start = self.pages[0] * per_page + first
             flat[:, start : start + count].copy_(rows_GTD)
             return
-        index = torch.arange(first, first + count, device=flat.device)
-        places = self._table[index // per_page] * per_page + index % per_page
+        places = self._places(torch.arange(first, first + count, device=flat.device), per_page)
         flat.index_copy_(1, places, rows_GTD.to(flat.dtype))
 
     def read(self, pool_GPSD: Tensor, length: int) -> Tensor:
@@ -40,3 +39,13 @@ class PageTable:
             return flat[:, start : start + length]
         used = -(-length // per_page)
         return pool_GPSD.index_select(1, self._table[:used]).flatten(1, 2)[:, :length]
+
+    def read_at(self, pool_GPSD: Tensor, rows_N: Tensor) -> Tensor:
+        """Return the rows [G, N, D] of int64 numbers in any order, copied."""
+        return pool_GPSD.flatten(1, 2).index_select(1, self._places(rows_N, pool_GPSD.shape[2]))
+
+    def _places(self, rows_N: Tensor, per_page: int) -> Tensor:
+        """Return where rows lie on the pool's axis of all pages' rows."""
+        if self._contiguous:
+            return rows_N + self.pages[0] * per_page
+        return self._table[rows_N // per_page] * per_page + rows_N % per_page

@@ -9,6 +9,8 @@ holder only: a snapshot never writes, and a sequence that was restored or cut ba
 before its next row, unless it is the only holder by then.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -353,17 +355,20 @@ class SequenceState:
 
     def read_kv(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
         """Return fp32 keys and values [G, length, D]; views of the pool where dtype and pages allow."""
-        pool = self.pool
-        return (
-            self._read_rows(pool.keys[layer], pool.key_scales.get(layer), length),
-            self._read_rows(pool.values[layer], pool.value_scales.get(layer), length),
-        )
+        return self._read(layer, lambda memory: self._table.read(memory, length))
 
-    def _read_rows(self, memory: Tensor, scales: Tensor | None, length: int) -> Tensor:
-        rows_GTD = self._table.read(memory, length)
-        if scales is None:
-            return rows_GTD.float()
-        return dequantize_rows(rows_GTD, self._table.read(scales, length).squeeze(-1))
+    def read_kv_at(self, layer: int, positions_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Return fp32 keys and values [G, N, D] of int64 positions in any order."""
+        return self._read(layer, lambda memory: self._table.read_at(memory, positions_N))
+
+    def _read(self, layer: int, rows: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        pool = self.pool
+        if layer not in pool.key_scales:
+            return rows(pool.keys[layer]).float(), rows(pool.values[layer]).float()
+        return (
+            dequantize_rows(rows(pool.keys[layer]), rows(pool.key_scales[layer]).squeeze(-1)),
+            dequantize_rows(rows(pool.values[layer]), rows(pool.value_scales[layer]).squeeze(-1)),
+        )
 
     def write_blocks(self, layer: int, first_block: int, keys_MI: Tensor) -> None:
         """Store finished block keys; their pages exist once the positions' keys are written."""
