@@ -246,11 +246,12 @@ def _tile_sizes(x_SD: Tensor, rows_per_expert: int) -> _Tile:
         return _Tile(rows=16, columns=16, inner=32, warps=4, stages=1, programs=3)
     card = torch.cuda.get_device_properties(x_SD.device)
     rows = min(max(power_of_two(rows_per_expert), 16), 128)
-    # Of the tiles of x, gate and up, stages are in flight: 48 KiB each at 128 x 64 x 2 bytes, 24 KiB at 32.
+    # The tiles of x, gate and up of each stage lie in shared memory; where products do not read them from
+    # there (all but Hopper), the last stage needs none.
     shared = card.shared_memory_per_block_optin
     inner = 64 if shared >= 96 << 10 and x_SD.element_size() == 2 else 32
     per_stage = (rows + 2 * 128) * inner * x_SD.element_size()
-    stages = max(1, min(4, shared // per_stage))
+    stages = max(1, min(4, shared // per_stage + (card.major != _HOPPER[0])))
     return _Tile(
         rows=rows,
         columns=128,
