@@ -10,8 +10,8 @@ from torch.nn import functional
 
 GATHERED_ELEMENTS = 1 << 18
 """Most key values gathered for one call, at one row: 1 MiB of float32, and as much for values. In larger
-calls what was gathered has left the CPU's caches when it is read (2 key-value heads of 256, 2,051 positions: 4
-ms a row one by one, 9 ms in tiles of 16)."""
+calls what was gathered has left the CPU's caches when it is read (2 key-value heads of 256, 2,051 positions:
+4 ms a row one by one, 9 ms in tiles of 16)."""
 
 
 def selected_positions(selected_TM: Tensor, first_position: int, block: int) -> tuple[Tensor, Tensor]:
