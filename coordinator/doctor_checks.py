@@ -18,6 +18,7 @@ NEEDED: Final = (
     "torch", "numpy", "pyzmq", "msgpack", "gguf", "typer", "rich", "pydantic", "tokenizers", "jinja2",
     "psutil",
 )  # fmt: skip
+FAST_CPU: Final = "libgguf>=0.2.2,<0.3"
 MIN_OPEN_FILES: Final = 256  # sockets, pipes and memfds of eight stages, twice over
 MIN_CACHE_BYTES: Final = 100 * 2**20  # the built-in model and the copy that is being written
 SMALL_MEMORY_BYTES: Final = 2 * 2**30  # two stage processes with torch take about 1 GiB before any weight
@@ -91,6 +92,24 @@ def check_cupy() -> Check:
         else "not installed, and not needed on the CPU"
     )
     return Check(name="cupy", status="ok", text=text)
+
+
+def check_dequantiser() -> Check:
+    """What expands quantised weights on the CPU: the optional compiled library, or torch, which is slower."""
+    version = _version("libgguf")
+    if version is None:
+        text = "torch; libgguf, which is several times as fast on the CPU, is not installed"
+        return Check(name="dequantiser", status="ok", text=text, remedy=f"pip install '{FAST_CPU}'")
+    if not has_dequantiser(version):
+        text = f"torch; libgguf {version} is installed, which is not {FAST_CPU}"
+        return Check(name="dequantiser", status="warn", text=text, remedy=f"pip install '{FAST_CPU}'")
+    return Check(name="dequantiser", status="ok", text=f"libgguf {version}")
+
+
+def has_dequantiser(version: str) -> bool:
+    """Return whether the stages use this version of libgguf; kernels.native_dequant decides it for them."""
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+    return (0, 2, 2) <= numbers < (0, 3)
 
 
 def check_shadow() -> Check:
@@ -239,6 +258,7 @@ CHECKS: Final[tuple[tuple[str, Callable[[], Check]], ...]] = (
     ("packages", check_packages),
     ("torch", check_torch),
     ("cupy", check_cupy),
+    ("dequantiser", check_dequantiser),
     ("import path", check_shadow),
     ("cpus", check_nodes),
     ("numactl", check_numactl),

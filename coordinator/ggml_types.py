@@ -53,6 +53,17 @@ GGML_TYPES: dict[int, GgmlType] = {
     42: GgmlType("Q2_0", 64, 18),
 }
 
+# fmt: off
+WEIGHT_TYPES: frozenset[str] = frozenset(
+    {
+        "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_0",
+        "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "TQ1_0", "TQ2_0", "MXFP4", "NVFP4",
+        "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS",
+    }
+)
+# fmt: on
+"""What weights may be made of: the types that the stages' kernels expand, in a closed list of its own."""
+
 
 def type_name(ggml_type: int) -> str:
     """Return the type's name, or "type N" for a number that is not in the table."""

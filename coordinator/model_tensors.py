@@ -6,7 +6,7 @@ the fused attn_qkv. Shapes are in torch order.
 
 from collections.abc import Mapping, Sequence
 
-from strata_coord.coordinator.ggml_types import type_name
+from strata_coord.coordinator.ggml_types import WEIGHT_TYPES, type_name
 from strata_coord.coordinator.gguf_metadata import Metadata
 from strata_coord.coordinator.model_geometry import FAMILIES
 from strata_coord.coordinator.printable import printable
@@ -19,13 +19,12 @@ Form = Mapping[str, Shape]  # tensor name -> shape
 Slot = Sequence[Form]  # the first form whose tensors are all in the file is taken
 
 _NOT_WEIGHTS = frozenset({"Q8_1", "Q8_K", "I8", "I16", "I32", "I64", "F64"})
-_NOT_EXPANDED = frozenset({"Q1_0"})  # types of weights that no kernel expands
 _NAMES_SHOWN = 5
 
 
 def is_supported_type(ggml_type: int) -> bool:
     """Return whether tensors of this type can be multiplied with: the stages' kernels expand it."""
-    return type_name(ggml_type) not in _NOT_WEIGHTS | _NOT_EXPANDED
+    return type_name(ggml_type) in WEIGHT_TYPES
 
 
 class TensorCheck:
@@ -76,8 +75,10 @@ class TensorCheck:
                 f"tensor {tensor.name}", f"type {type_name(tensor.ggml_type)} is not a type of weights"
             )
         if not is_supported_type(tensor.ggml_type):
+            supported = ", ".join(sorted(WEIGHT_TYPES))
             self._metadata.refuse(
-                f"tensor {tensor.name}", f"type {type_name(tensor.ggml_type)} is not supported"
+                f"tensor {tensor.name}",
+                f"type {type_name(tensor.ggml_type)} is not supported; supported are {supported}",
             )
 
 

@@ -1,6 +1,7 @@
 import json
 import os
 import resource
+import sys
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ import pytest
 
 from strata_coord.coordinator import doctor, doctor_checks, launcher
 from strata_coord.coordinator.doctor import Check
+from strata_coord.kernels import native_dequant
 
 
 def test_every_check_answers_on_this_machine() -> None:
@@ -63,6 +65,33 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
     found = doctor_checks.check_packages()
     assert (found.status, found.text) == ("fail", "missing: gguf")
     assert "pip install" in found.remedy
+
+
+@pytest.mark.parametrize(
+    ("version", "is_used"),
+    [("0.2.1", False), ("0.2.2", True), ("0.2.10", True), ("0.3", False), ("0.3.0", False), ("1.0", False)],
+)
+def test_the_doctor_and_the_stages_agree_on_the_dequantiser(
+    version: str, is_used: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metadata, "version", lambda _name: version)
+    monkeypatch.setitem(sys.modules, "libgguf", SimpleNamespace())
+    native_dequant._load.cache_clear()
+    try:
+        assert (native_dequant.describe() == f"libgguf {version}") is is_used
+    finally:
+        native_dequant._load.cache_clear()
+    found = doctor_checks.check_dequantiser()
+    assert (found.text == f"libgguf {version}") is is_used
+    assert (found.status, bool(found.remedy)) == (("ok", False) if is_used else ("warn", True))
+
+
+def test_a_missing_dequantiser_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_checks, "_version", lambda _name: None)
+    found = doctor_checks.check_dequantiser()
+    assert found.status == "ok"
+    assert "libgguf" in found.text
+    assert found.remedy == "pip install 'libgguf>=0.2.2,<0.3'"
 
 
 @pytest.mark.parametrize(

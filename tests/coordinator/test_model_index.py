@@ -6,6 +6,7 @@ from pathlib import Path
 import handmade_gguf as made
 import pytest
 
+from strata_coord.coordinator import model_tensors
 from strata_coord.coordinator.model_geometry import FAMILIES
 from strata_coord.coordinator.model_index import ModelIndex, load_model_index
 from strata_coord.ipc.errors import ModelError
@@ -397,6 +398,15 @@ def test_the_token_list_has_one_entry_per_row(tmp_path: Path) -> None:
     assert "tokenizer.ggml.tokens: 2 tokens, token_embd.weight has 24 rows" in refusal(
         tmp_path, (values, shapes)
     )
+
+
+def test_a_type_that_no_kernel_expands_is_refused_with_its_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_tensors, "WEIGHT_TYPES", model_tensors.WEIGHT_TYPES - {"F32"})
+    message = refusal(tmp_path, made.qwen3moe())
+    assert "tensor token_embd.weight: type F32 is not supported" in message
+    assert "supported are BF16, F16, IQ1_M" in message
 
 
 def test_integer_types_are_not_weights(tmp_path: Path) -> None:
