@@ -34,7 +34,7 @@ def _tile_rows(row_tile, first, last, tiles, ends, GP: tl.constexpr, BM: tl.cons
     return expert, start, stop
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["skip", "capacity"])
 def gate_up_kernel(
     x,
     tokens,
@@ -89,7 +89,7 @@ def gate_up_kernel(
         tile += tl.num_programs(0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["skip", "capacity"])
 def down_kernel(
     hidden,
     offsets,

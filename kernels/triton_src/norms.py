@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def rms_norm_kernel(
     x,
     weight,
@@ -51,7 +51,7 @@ def rms_norm_kernel(
     tl.store(out + start[:, None] + d[None, :], value.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def norm_rotate_kernel(
     x,
     weight,
@@ -105,7 +105,7 @@ def norm_rotate_kernel(
     tl.store(out_rows + rest_d[None, :], rest.to(dtype), mask=rest_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def sigmoid_gate_kernel(
     x, gate, num_rows, H, x_stride_t, x_stride_h, gate_stride_t, gate_stride_h, D, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):

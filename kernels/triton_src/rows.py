@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["skip", "capacity"])
 def gather_rows_kernel(x, tokens, offsets, out, skip, capacity, num_groups, D, x_stride, BLOCK: tl.constexpr):
     """out[i] = x[tokens[base + i]] for the group's rows; the rows after them are left as they are."""
     row = tl.program_id(0)
@@ -17,7 +17,7 @@ def gather_rows_kernel(x, tokens, offsets, out, skip, capacity, num_groups, D, x
         tl.store(out + row.to(tl.int64) * D + d, value.to(out.dtype.element_ty), mask=d < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["skip", "capacity"])
 def swiglu_rows_kernel(
     gate_up, hidden, offsets, skip, capacity, num_groups, F, BOUNDED: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -35,7 +35,7 @@ def swiglu_rows_kernel(
         tl.store(hidden + row.to(tl.int64) * F + f, value.to(hidden.dtype.element_ty), mask=f < F)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["skip", "capacity"])
 def add_in_order_kernel(
     total,
     y,

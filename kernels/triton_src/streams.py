@@ -53,7 +53,7 @@ def stream_kernel(
         tl.store(next_write + t * N + stream, 2.0 / (1.0 + tl.exp(-dot)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_values"])
 def scaled_silu_kernel(low, num_values, scale, BLOCK: tl.constexpr):
     """low = silu(low * scale), in place."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

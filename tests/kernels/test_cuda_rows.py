@@ -186,6 +186,7 @@ def test_equal_experts_are_taken_by_the_lowest_id(device: torch.device) -> None:
     assert ids.tolist() == [[0, 1, 2, 3, 4], [3, 7, 9, 0, 1]]
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in the interpreter
 def test_a_row_that_is_not_finite_still_names_experts(device: torch.device) -> None:
     logits = torch.full((1, 6), float("nan"), device=device)
     ids, weights = routed(device, logits, 3)
