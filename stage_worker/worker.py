@@ -6,6 +6,7 @@ passed through is not used again.
 """
 
 import os
+import sys
 import time
 import traceback
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ from strata_coord.ipc.messages import (
     SuperChunkDone,
 )
 from strata_coord.ipc.status_page import EventKind, StagePhase, StatusWriter
+from strata_coord.kernels import native_dequant
 from strata_coord.stage_worker.backend import CpuBackend
 from strata_coord.stage_worker.clock import ActivityClock
 from strata_coord.stage_worker.control_thread import ControlThread, Linked
@@ -117,6 +119,7 @@ class Worker:
             arena=self._arena(),
             backend=CpuBackend(),
         )
+        print(f"dequantiser: {native_dequant.describe()}", file=sys.stderr)  # into the worker's log
         stage.load(progress=lambda _what, _done, _total: self._status.advance())
         loaded_ns = self._clock.snapshot().now_ns
         self._stage = stage
