@@ -51,7 +51,10 @@ class Backend(Protocol):
         """The stream that the walk's kernels run on."""
 
     def side_stream(self, name: str) -> Stream:
-        """A further stream, for copies or reads."""
+        """A further stream of the device, for copies."""
+
+    def host_stream(self, name: str) -> Stream:
+        """A stream of the host, for file reads and for waiting: a thread on every device."""
 
 
 class HostEvent:
@@ -102,15 +105,18 @@ class ThreadStream:
     """A side stream of the CPU: one thread that runs its queue in order.
 
     After a failure the remaining work is skipped and every later event carries the failure, as a CUDA
-    stream's error does.
+    stream's error does. on_failure is told at once, for streams whose events nobody may be waiting for.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, on_failure: Callable[[BaseException], None] | None = None) -> None:
+        self._on_failure = on_failure
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._drain, name=name, daemon=True)
         self._thread.start()
 
+    # The mode is a thread's own, and the walk's tensors may be written in no other.
+    @torch.inference_mode()
     def _drain(self) -> None:
         while (work := self._queue.get()) is not None:
             if self._failure is None:
@@ -118,6 +124,8 @@ class ThreadStream:
                     work()
                 except BaseException as failure:  # carried to whoever waits
                     self._failure = failure
+                    if self._on_failure is not None:
+                        self._on_failure(failure)
                     continue
             elif isinstance(work, _SetEvent):
                 work()
@@ -171,5 +179,9 @@ class CpuBackend:
         return InlineStream()
 
     def side_stream(self, name: str) -> Stream:
+        """A thread of its own."""
+        return ThreadStream(name)
+
+    def host_stream(self, name: str) -> Stream:
         """A thread of its own."""
         return ThreadStream(name)

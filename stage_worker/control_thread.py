@@ -16,6 +16,7 @@ from pathlib import Path
 import zmq
 
 from strata_coord.ipc.bootstrap import Bootstrap, parse_logits_label, parse_slots_label
+from strata_coord.ipc.device_memory import DeviceSlots, allocate_device_slots, open_device_slots
 from strata_coord.ipc.endpoints import link_endpoint
 from strata_coord.ipc.errors import InvariantError, ProtocolError
 from strata_coord.ipc.host_memory import MappedSlots
@@ -24,6 +25,7 @@ from strata_coord.ipc.messages import (
     Assign,
     BeginEpoch,
     BetweenNeighbours,
+    Direction,
     Grant,
     LinkReady,
     Put,
@@ -31,6 +33,7 @@ from strata_coord.ipc.messages import (
     Return,
     RunSuperChunk,
     Shutdown,
+    SlotsReady,
     SuperChunk,
     ToCoordinator,
 )
@@ -42,8 +45,8 @@ from strata_coord.stage_worker.hand_off_rows import SlotFilled, SlotReleased
 class Linked:
     """To the walk's thread: one side of a link is up, with its slots."""
 
-    direction: str
-    slots: MappedSlots
+    direction: Direction
+    slots: MappedSlots | DeviceSlots
 
 
 WalkWork = Assign | Linked | SuperChunk | None  # None: stop
@@ -81,6 +84,7 @@ class ControlThread(threading.Thread):
         self.full: queue.SimpleQueue[Put | None] = queue.SimpleQueue()
         self.credits: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self.logits_files: dict[int, tuple[int, int]] = {}
+        self.device_ordinal = -1  # of the stage's CUDA device, set before links are asked for
         self._setup = bootstrap
         self._control = control
         self._channel_fd = channel_fd
@@ -191,14 +195,11 @@ class ControlThread(threading.Thread):
                 raise ProtocolError(error)
 
     def _try_relink(self, relink: Relink, poller: zmq.Poller) -> None:
-        fd = self._slot_fds.pop((relink.link, relink.generation), None)
-        if fd is None:
+        slots = self._slots_of(relink)
+        if slots is None:
             return  # its memory is still on its way over the channel
         self._waiting_relinks.remove(relink)
         is_in = relink.direction == "in"
-        # Writable on both sides: torch knows no tensor that may only be read, and says so on stderr.
-        slots = MappedSlots(fd, relink.num_slots, relink.slot_bytes, writable=True)
-        os.close(fd)
         link = NeighbourLink(
             link_endpoint(Path(self._setup.run_directory), relink.link, relink.generation),
             secret=self._setup.secret,
@@ -217,6 +218,30 @@ class ControlThread(threading.Thread):
             self._out = end
             self._sender = SenderLink(relink.num_slots, relink.slot_rows, generation=relink.generation)
         self.work.put(Linked(direction=relink.direction, slots=slots))
+
+    def _slots_of(self, relink: Relink) -> MappedSlots | DeviceSlots | None:
+        is_in = relink.direction == "in"
+        if relink.route == "host":
+            fd = self._slot_fds.pop((relink.link, relink.generation), None)
+            if fd is None:
+                return None
+            # Writable on both sides: torch knows no tensor that may only be read, and says so on stderr.
+            slots = MappedSlots(fd, relink.num_slots, relink.slot_bytes, writable=True)
+            os.close(fd)
+            return slots
+        if not is_in:
+            return open_device_slots(self.device_ordinal, relink.num_slots, relink.slot_bytes, relink.handle)
+        device_slots = allocate_device_slots(self.device_ordinal, relink.num_slots, relink.slot_bytes)
+        self._outbox.append(
+            SlotsReady(
+                stage=self._setup.stage,
+                incarnation=self._setup.incarnation,
+                link=relink.link,
+                generation=relink.generation,
+                handle=device_slots.handle(),
+            )
+        )
+        return device_slots
 
     def _serve(self, end: _LinkEnd) -> None:
         if not end.announced and end.link.is_connected():

@@ -10,22 +10,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from strata_coord.ipc.errors import ProtocolError
-from strata_coord.ipc.host_memory import MappedSlots
 from strata_coord.ipc.messages import Put, SuperChunk
 from strata_coord.ipc.status_page import EventKind, StagePhase
 from strata_coord.stage_worker.backend import Event, Stream
 from strata_coord.stage_worker.clock import ActivityClock
 from strata_coord.stage_worker.counters import TransferCounters
 from strata_coord.stage_worker.reporting import StatusReporter
+from strata_coord.stage_worker.slot_rows import BYTES_PER_VALUE, SlotRows
 
 if TYPE_CHECKING:
     import queue
-
-BYTES_PER_VALUE = 4  # rows cross in fp32, so that any number of stages computes the same
 
 
 class StopWalkError(Exception):
@@ -50,32 +47,32 @@ class SlotReleased:
     slot: int
 
 
-def slot_rows_view(slots: MappedSlots, slot: int, rows: int, row_width: int) -> torch.Tensor:
-    """fp32 [rows, row_width] over the first bytes of a slot."""
-    view = slots.slot(slot)[: rows * row_width * BYTES_PER_VALUE]
-    return torch.from_numpy(np.frombuffer(view, dtype=np.float32)).view(rows, row_width)
-
-
 class InboundRows:
     """Receives a super-chunk's rows from the stage before."""
 
     def __init__(
         self,
         *,
-        slots: MappedSlots,
-        row_width: int,
+        slots: SlotRows,
         full: "queue.SimpleQueue[Put | None]",
         post: Callable[[SlotReleased], None],
+        compute: Stream,
+        publisher: Stream,
         clock: ActivityClock,
         reporter: StatusReporter,
         delay_s: float = 0.0,
     ) -> None:
-        """full: hand-offs in order, from the control thread; None: stop. delay_s: as in StageAssignment."""
+        """Build the receiving end.
+
+        full: hand-offs in order, from the control thread; None: stop. publisher: a host stream that waits for
+        copies in the walk's place. delay_s: as in StageAssignment.
+        """
         self._delay_s = delay_s
         self._full = full
         self._slots = slots
-        self._row_width = row_width
         self._post = post
+        self._compute = compute
+        self._publisher = publisher
         self._clock = clock
         self._reporter = reporter
 
@@ -103,16 +100,27 @@ class InboundRows:
                 raise ProtocolError(message)
             if put.rows:
                 with self._clock.during("hand_off"):
-                    source = slot_rows_view(self._slots, put.slot, put.rows, self._row_width)
-                    rows_SW[put.first_row : put.first_row + put.rows].copy_(source)
+                    source = self._slots.view(put.slot, put.rows)
+                    target = rows_SW[put.first_row : put.first_row + put.rows]
+                    self._compute.run(_copy_work(target, source))
             elif rows_SW.shape[0]:
                 complete = False
-            self._post(SlotReleased(slot=put.slot))
+            self._release(put.slot)
             if put.last:
                 if self._delay_s and rows_SW.shape[0]:
                     with self._clock.during("busy"):
                         time.sleep(self._delay_s)
                 return complete
+
+    def _release(self, slot: int) -> None:
+        """Give the slot back once it has been read, which is now where compute is the calling thread."""
+        read = self._compute.record()
+        released = SlotReleased(slot=slot)
+        if read.is_done():
+            self._post(released)
+            return
+        self._publisher.wait(read)
+        self._publisher.run(lambda: self._post(released))
 
 
 class OutboundRows:
@@ -124,21 +132,27 @@ class OutboundRows:
     def __init__(
         self,
         *,
-        slots: MappedSlots,
-        row_width: int,
+        slots: SlotRows,
         credits: "queue.SimpleQueue[int | None]",  # noqa: A002  the protocol's word
         post: Callable[[SlotFilled], None],
-        stream: Stream,
+        compute: Stream,
+        copy: Stream,
+        publisher: Stream,
         clock: ActivityClock,
         counters: TransferCounters,
         reporter: StatusReporter,
     ) -> None:
-        """credits: slots that may be filled, from the control thread; None: stop."""
+        """Build the sending end.
+
+        credits: slots that may be filled, from the control thread; None: stop. copy: the stream that rows are
+        copied on. publisher: a host stream that waits for copies in the walk's place.
+        """
         self._credits = credits
         self._slots = slots
-        self._row_width = row_width
         self._post = post
-        self._stream = stream
+        self._compute = compute
+        self._copy = copy
+        self._publisher = publisher
         self._clock = clock
         self._counters = counters
         self._reporter = reporter
@@ -156,9 +170,9 @@ class OutboundRows:
         self._send_slot(super_chunk, None, 0, last=True)
 
     def settle(self) -> None:
-        """Block until no copy reads rows that were sent."""
+        """Let later work of compute begin only once no copy reads rows that were sent."""
         if self._last_copy is not None:
-            self._last_copy.wait()
+            self._compute.wait(self._last_copy)
 
     def _send_slot(
         self, super_chunk: SuperChunk, rows_TW: torch.Tensor | None, first_row: int, *, last: bool
@@ -179,16 +193,18 @@ class OutboundRows:
         )
         with self._clock.during("hand_off"):
             if rows_TW is not None:
-                target = slot_rows_view(self._slots, slot, filled.rows, self._row_width)
-                self._counters.add(handed_off=filled.rows * self._row_width * BYTES_PER_VALUE)
-                self._stream.run(_copy_work(target, rows_TW))
-            # Publish after write: the stream runs this once the copy before it is complete.
-            self._stream.run(lambda: self._post(filled))
-            self._last_copy = self._stream.record()
+                target = self._slots.view(slot, filled.rows)
+                self._counters.add(handed_off=rows_TW.numel() * BYTES_PER_VALUE)
+                self._copy.wait(self._compute.record())  # the rows' last kernels
+                self._copy.run(_copy_work(target, rows_TW))
+            self._last_copy = self._copy.record()
+            # Publish after write, and let another thread wait for the write.
+            self._publisher.wait(self._last_copy)
+            self._publisher.run(lambda: self._post(filled))
 
 
 def _copy_work(target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
     def copy() -> None:
-        target.copy_(source)
+        target.copy_(source, non_blocking=True)
 
     return copy

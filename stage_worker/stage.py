@@ -88,9 +88,9 @@ class Stage:
         self.assignment = assignment
         self.clock = clock or ActivityClock()
         self.counters = counters or TransferCounters()
-        self._backend = backend or CpuBackend()
+        self.backend = backend or CpuBackend()
         self._reader = ByteReader(assignment.files, self.counters)
-        self._compute = self._backend.compute_stream()
+        self.compute = self.backend.compute_stream()
         geometry, tensors = assignment.geometry, {extent.name: extent for extent in assignment.tensors}
         layers = range(assignment.first_layer, assignment.last_layer)
 
@@ -104,13 +104,13 @@ class Stage:
             residency=place_experts(
                 layouts, resident=assignment.resident_experts, in_arena=assignment.arena_experts
             ),
-            backend=self._backend,
+            backend=self.backend,
             reader=self._reader,
             arena=arena,
         )
         self._stager = Stager(
             tiers=self._tiers,
-            backend=self._backend,
+            backend=self.backend,
             window_slots=assignment.window_slots,
             counters=self.counters,
         )
@@ -119,7 +119,7 @@ class Stage:
             check_shapes(groups[layer_group(layer)], self._family.layers[layer].dense_tensors())
         if self.is_last:
             check_shapes(groups[HEAD_GROUP], self._family.head_tensors())
-        self._dense = DenseWeights(groups, backend=self._backend, reader=self._reader)
+        self._dense = DenseWeights(groups, backend=self.backend, reader=self._reader)
         self._head = Head(family=self._family, dense=self._dense) if self.is_last else None
         self._embedding: DenseWeights | None = None
         if self.is_first:
@@ -134,13 +134,13 @@ class Stage:
             kv_pool_tokens=assignment.kv_pool_tokens,
             max_sequences=assignment.max_sequences,
             max_snapshots=assignment.max_snapshots,
-            device=self._backend.device,
+            device=self.backend.device,
         )
         self._rows = torch.empty(
             assignment.super_chunk_tokens,
             geometry.row_width,
             dtype=torch.float32,
-            device=self._backend.device,
+            device=self.backend.device,
         )
         # Sequences given up, alone or with a walk -> position from which on their state is of no use.
         self._lost: dict[int, int] = {}
@@ -153,15 +153,15 @@ class Stage:
             expert_half=ExpertHalf(
                 tiers=self._tiers,
                 stager=self._stager,
-                compute=self._compute,
+                compute=self.compute,
                 clock=self.clock,
                 counters=self.counters,
                 group_rows=assignment.expert_group_rows,
             ),
             stager=self._stager,
             states=self._states,
-            compute=self._compute,
-            backend=self._backend,
+            compute=self.compute,
+            backend=self.backend,
             max_rows=assignment.super_chunk_tokens,
             observer=observer,
         )

@@ -49,7 +49,7 @@ class Stager:
         self._staging = torch.empty(STAGING_SLOTS, tiers.max_blob_bytes, dtype=torch.uint8)
         self._staging_free: list[Event | None] = [None] * STAGING_SLOTS
         self._copy: Stream = backend.side_stream("expert-copy")
-        self._read: Stream = backend.side_stream("expert-read")
+        self._read: Stream = backend.host_stream("expert-read")
         self._planned: deque[tuple[int, int]] = deque()
         self._issued: deque[Upload] = deque()
         self._num_issued = 0
@@ -135,6 +135,6 @@ class Stager:
 
 def _copy_work(target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
     def copy() -> None:
-        target.copy_(source)
+        target.copy_(source, non_blocking=True)
 
     return copy

@@ -18,7 +18,7 @@ import torch
 from strata_coord.ipc.assignment import StageAssignment
 from strata_coord.ipc.codec import clip_text, decode_record
 from strata_coord.ipc.errors import InvariantError, StrataError
-from strata_coord.ipc.host_memory import map_memfd
+from strata_coord.ipc.host_memory import MappedSlots, map_memfd
 from strata_coord.ipc.links import ControlClient
 from strata_coord.ipc.messages import (
     Assign,
@@ -30,12 +30,13 @@ from strata_coord.ipc.messages import (
 )
 from strata_coord.ipc.status_page import EventKind, StagePhase, StatusWriter
 from strata_coord.kernels import native_dequant
-from strata_coord.stage_worker.backend import CpuBackend
+from strata_coord.stage_worker.backend import Backend, CpuBackend, ThreadStream
 from strata_coord.stage_worker.clock import ActivityClock
 from strata_coord.stage_worker.control_thread import ControlThread, Linked
 from strata_coord.stage_worker.counters import TransferCounters
 from strata_coord.stage_worker.hand_off_rows import InboundRows, OutboundRows, StopWalkError
 from strata_coord.stage_worker.reporting import StatusReporter
+from strata_coord.stage_worker.slot_rows import DeviceSlotRows, HostSlotRows, SlotRows
 from strata_coord.stage_worker.stage import Stage
 
 if TYPE_CHECKING:
@@ -59,9 +60,10 @@ class Worker:
             control=control,
             channel_fd=inherited.channel.fileno(),
             recv_channel=inherited.receive,
-            on_failure=self._control_failed,
+            on_failure=self._thread_failed,
         )
         self._tokens = self._token_table()
+        self._publisher = ThreadStream("publish", on_failure=self._thread_failed)
         self._stage: Stage | None = None
         self._reporter: StatusReporter | None = None
         self._inbound: InboundRows | None = None
@@ -92,8 +94,10 @@ class Worker:
         self._control.join(timeout=2.0)
         return 0
 
-    def _control_failed(self, failure: BaseException) -> None:
-        self._failure = failure
+    def _thread_failed(self, failure: BaseException) -> None:
+        """A thread beside the walk failed: the walk ends wherever it waits, and reports it."""
+        self._failure = self._failure or failure
+        self._control.stop_walk()
 
     def _assign(self, assign: Assign) -> None:
         setup = map_memfd(self._inherited.fds["setup"], self._bootstrap.setup_bytes, writable=False)
@@ -117,7 +121,7 @@ class Worker:
             clock=self._clock,
             counters=self._counters,
             arena=self._arena(),
-            backend=CpuBackend(),
+            backend=self._backend(assignment),
         )
         print(f"dequantiser: {native_dequant.describe()}", file=sys.stderr)  # into the worker's log
         stage.load(progress=lambda _what, _done, _total: self._status.advance())
@@ -137,26 +141,42 @@ class Worker:
             )
         )
 
+    def _backend(self, assignment: StageAssignment) -> Backend:
+        if not assignment.device.startswith("cuda"):
+            return CpuBackend()
+        from strata_coord.stage_worker.cuda_backend import CudaBackend
+
+        ordinal = int(assignment.device.partition(":")[2] or 0)
+        self._control.device_ordinal = ordinal
+        return CudaBackend(ordinal)
+
     def _linked(self, linked: Linked) -> None:
         stage, reporter = self._ready()
         row_width = stage.assignment.geometry.row_width
+        slots: SlotRows
+        if isinstance(linked.slots, MappedSlots):
+            slots = HostSlotRows(linked.slots, row_width)
+        else:
+            slots = DeviceSlotRows(linked.slots, row_width)
         if linked.direction == "in":
             self._inbound = InboundRows(
-                slots=linked.slots,
-                row_width=row_width,
+                slots=slots,
                 full=self._control.full,
                 post=self._control.post,
+                compute=stage.compute,
+                publisher=self._publisher,
                 clock=self._clock,
                 reporter=reporter,
                 delay_s=self._delay_s,
             )
         else:
             self._outbound = OutboundRows(
-                slots=linked.slots,
-                row_width=row_width,
+                slots=slots,
                 credits=self._control.credits,
                 post=self._control.post,
-                stream=CpuBackend().side_stream("hand-off"),
+                compute=stage.compute,
+                copy=stage.backend.side_stream("hand-off"),
+                publisher=self._publisher,
                 clock=self._clock,
                 counters=self._counters,
                 reporter=reporter,

@@ -80,7 +80,7 @@ struct Q5_0 {
   static __device__ void expand(const u8* b, int part, float* y) {
     const float d = half_at(b);
     const u32 high = word_at(b + 2) >> (8 * part);
-    for (int i = 0; i < 8; ++i) y[i] = d * (float)((nibble(b + 6, part, i) | (((high >> i) & 1) << 4)) - 16);
+    for (int i = 0; i < 8; ++i) y[i] = d * (float)((int)(nibble(b + 6, part, i) | (((high >> i) & 1) << 4)) - 16);
   }
 };
 
