@@ -68,7 +68,7 @@ PURE = {
     ),
     "ipc": frozenset({"assignment", "errors", "link_side", "messages", "slots"}),
     "kernels": frozenset({"formats"}),
-    "stage_worker": frozenset({"blobs", "residency", "sub_chunks", "uploads"}),
+    "stage_worker": frozenset({"blobs", "page_pool", "residency", "snapshot", "sub_chunks", "uploads"}),
 }  # fmt: skip
 PURE_STANDARD_LIBRARY = {
     "__future__", "abc", "bisect", "collections", "contextlib", "dataclasses", "difflib", "enum", "fractions",
