@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MIB",
-    "MIN_WINDOW_SLOTS",
     "ExpertRoom",
     "Shortfall",
     "Sizes",
@@ -39,13 +38,17 @@ __all__ = [
     "blob_bytes",
     "divide_expert_room",
     "fixed_lines",
+    "min_window_slots",
     "shortfall",
+    "upload_group",
     "window_slot_bytes",
 ]
 
 MIB = 1 << 20
-# One slot is multiplied while the next is filled.
-MIN_WINDOW_SLOTS = 2
+# One group of slots is multiplied while the next is filled.
+MIN_WINDOW_GROUPS = 2
+# Smaller copies do not reach the rate of a GPU's link.
+UPLOAD_BYTES = 16 * MIB
 # Blobs begin on this many bytes in cache, arena and window.
 BLOB_ALIGNMENT_BYTES = 64
 # The output matrix is expanded this many rows at a time.
@@ -69,13 +72,17 @@ _LEVERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageShape:
-    """Which part of the model a stage has. Layers are [first_layer, last_layer)."""
+    """Which part of the model a stage has, and where. Layers are [first_layer, last_layer)."""
 
     stage: int
     first_layer: int
     last_layer: int
     is_first: bool
     is_last: bool
+    compute_bytes: int = FP32_BYTES  # of an expanded weight
+    upload_group: int = 1  # experts per copy into the window
+    layers_ahead: int = 1  # whose streamed experts the window holds where there is room
+    slots_in_budget: bool = True  # the slots of its incoming link lie in the memory that is budgeted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +136,29 @@ def window_slot_bytes(model: PlannedModel, shape: StageShape) -> int:
     return max(blob_bytes(model, layer) for layer in range(shape.first_layer, shape.last_layer))
 
 
+def upload_group(model: PlannedModel, first: int, last: int, *, window_bytes: int | None) -> int:
+    """Return how many experts of layers [first, last) one copy to a GPU should carry.
+
+    Args:
+        model: Its blobs decide.
+        first: First layer.
+        last: One past the last layer.
+        window_bytes: The user's window, which must hold MIN_WINDOW_GROUPS of them; None: up to the plan.
+    """
+    largest = max(blob_bytes(model, layer) for layer in range(first, last))
+    if largest == 0:
+        return 1
+    group = min(-(-UPLOAD_BYTES // largest), model.geometry.experts.num_experts)
+    if window_bytes is not None:
+        group = min(group, window_bytes // largest // MIN_WINDOW_GROUPS)
+    return max(1, group)
+
+
+def min_window_slots(shape: StageShape) -> int:
+    """Return the fewest slots that a stage can work with."""
+    return MIN_WINDOW_GROUPS * shape.upload_group
+
+
 def fixed_lines(model: PlannedModel, shape: StageShape, sizes: Sizes) -> tuple[BudgetLine, ...]:
     """Return the claims of a stage that do not depend on its budget, in their order."""
     geometry = model.geometry
@@ -138,15 +168,17 @@ def fixed_lines(model: PlannedModel, shape: StageShape, sizes: Sizes) -> tuple[B
     layers = range(first, last)
     pool = pool_bytes_per_token(geometry, first, last, kv_dtype=sizes.kv_dtype)
     state = state_bytes_per_sequence(geometry, first, last)
-    slots = 0 if shape.is_first else sizes.hand_off_slots
+    slots = 0 if shape.is_first or not shape.slots_in_budget else sizes.hand_off_slots
+    dtype = {FP32_BYTES: "fp32"}.get(shape.compute_bytes, "bf16")
+    experts = "one expert" if shape.upload_group == 1 else f"{shape.upload_group} experts"
     lines = [
         ("dense weights", sum(map(model.dense_bytes, layers)), f"layers {first}-{last - 1}, as quantised"),
-        ("expansion scratch", _expansion_bytes(model, shape), "largest dense tensors of a layer in fp32"),
+        ("expansion scratch", _expansion_bytes(model, shape), f"largest dense tensors of a layer in {dtype}"),
         ("key-value pool", sizes.kv_pool_tokens * pool, f"{sizes.kv_pool_tokens} tokens x {pool} B"),
         ("sequence state", sizes.max_sequences * state, f"{sizes.max_sequences} sequences x {state} B"),
         (
             "head",
-            _head_bytes(model, sizes) if shape.is_last else 0,
+            _head_bytes(model, shape, sizes) if shape.is_last else 0,
             "output matrix, one expanded block, logits",
         ),
         (
@@ -154,7 +186,11 @@ def fixed_lines(model: PlannedModel, shape: StageShape, sizes: Sizes) -> tuple[B
             attention_scratch_bytes(geometry, first, last, rows=sub, context=sizes.context_tokens),
             f"c = {sub} rows",
         ),
-        ("expert buffers", _expert_buffer_bytes(model, shape, sizes), f"S = {rows} rows, one expert in fp32"),
+        (
+            "expert buffers",
+            _expert_buffer_bytes(model, shape, sizes),
+            f"S = {rows} rows, {experts} in {dtype}",
+        ),
         (
             "hand-off slots",
             slots * sizes.slot_rows * row_bytes,
@@ -187,24 +223,27 @@ def divide_expert_room(
     num_experts: int,
     slot_bytes: int,
     window_slots: int | None,
+    shape: StageShape,
 ) -> ExpertRoom:
     """Divide what is left between window and expert cache.
 
     Takes the largest number of resident experts, in the ranking's order, that leaves a window for all
-    streamed experts of one layer, so that a layer is uploaded while the one before it is multiplied; where
-    not even the empty cache leaves that, the window takes all slots that fit. More room never makes fewer
-    resident.
+    streamed experts of layers_ahead layers: with one, a layer is uploaded while the one before it is
+    multiplied; with two, heavy layers also borrow time from light ones. Where not even the empty cache leaves
+    that, the window takes all slots that fit. More room never makes fewer resident.
 
     Args:
-        room_bytes: What is left; at least MIN_WINDOW_SLOTS slots.
+        room_bytes: What is left; at least min_window_slots(shape) slots.
         ranked_bytes: Room of every expert of the stage, the first to become resident first.
         ranked_layers: The layer of each.
         num_experts: Of a layer.
         slot_bytes: Of the window.
         window_slots: The user's choice, or None.
+        shape: Of the stage.
     """
+    least, group = min_window_slots(shape), shape.upload_group
     if not ranked_bytes:
-        return ExpertRoom(window_slots=window_slots or MIN_WINDOW_SLOTS, num_resident=0)
+        return ExpertRoom(window_slots=window_slots or least, num_resident=0)
     num_layers = len(set(ranked_layers))
     cache_bytes = sum(ranked_bytes)
     streamed = dict.fromkeys(ranked_layers, 0)
@@ -215,11 +254,12 @@ def divide_expert_room(
             streamed[ranked_layers[num_resident]] += 1
         # The ranking is even over layers, so the most streamed experts of a layer follow from the count.
         most = -(-(len(ranked_bytes) - num_resident) // num_layers)
-        wanted = window_slots if window_slots is not None else max(MIN_WINDOW_SLOTS, most)
+        ahead = -(-most * shape.layers_ahead // group) * group
+        wanted = window_slots if window_slots is not None else max(least, ahead)
         if cache_bytes + wanted * slot_bytes <= room_bytes:
             return ExpertRoom(window_slots=wanted, num_resident=num_resident)
-    slots = min(num_experts, max(MIN_WINDOW_SLOTS, room_bytes // slot_bytes))
-    return ExpertRoom(window_slots=slots, num_resident=0)
+    slots = min(num_experts * shape.layers_ahead, max(least, room_bytes // slot_bytes))
+    return ExpertRoom(window_slots=slots // group * group, num_resident=0)
 
 
 def _expansion_bytes(model: PlannedModel, shape: StageShape) -> int:
@@ -229,16 +269,18 @@ def _expansion_bytes(model: PlannedModel, shape: StageShape) -> int:
         for tensor in model.layer_tensors(layer):
             if tensor.ggml_type != _F32_TYPE:
                 suffix = tensor.name.removeprefix(f"blk.{layer}.")
-                largest[suffix] = max(largest.get(suffix, 0), math.prod(tensor.shape) * FP32_BYTES)
+                largest[suffix] = max(largest.get(suffix, 0), math.prod(tensor.shape) * shape.compute_bytes)
     return sum(largest.values())
 
 
-def _head_bytes(model: PlannedModel, sizes: Sizes) -> int:
+def _head_bytes(model: PlannedModel, shape: StageShape, sizes: Sizes) -> int:
     output = model.output()
     others = [tensor for tensor in model.head_tensors() if tensor.name != output.name]
     vocabulary, hidden = output.shape
-    expanded = sum(math.prod(tensor.shape) * FP32_BYTES for tensor in others if tensor.ggml_type != _F32_TYPE)
-    block = min(vocabulary, HEAD_BLOCK_ROWS) * hidden * FP32_BYTES
+    expanded = sum(
+        math.prod(tensor.shape) * shape.compute_bytes for tensor in others if tensor.ggml_type != _F32_TYPE
+    )
+    block = min(vocabulary, HEAD_BLOCK_ROWS) * hidden * shape.compute_bytes
     logits = sizes.max_sequences * vocabulary * FP32_BYTES
     return output.num_bytes + sum(tensor.num_bytes for tensor in others) + expanded + block + logits
 
@@ -252,7 +294,7 @@ def _expert_buffer_bytes(model: PlannedModel, shape: StageShape, sizes: Sizes) -
     routing = rows * chosen * (3 * 8 + 2 * FP32_BYTES)
     per_row = (3 * hidden + streams) * FP32_BYTES
     width = max(geometry.experts.widths[shape.first_layer : shape.last_layer])
-    expert = 3 * width * hidden * FP32_BYTES
+    expert = shape.upload_group * 3 * width * hidden * shape.compute_bytes
     group = sizes.expert_group_rows * (2 * hidden + 3 * width) * FP32_BYTES
     common = max(geometry.experts.shared_width, geometry.experts.dense_width)
     shared = sizes.sub_chunk_tokens * (hidden + 3 * common) * FP32_BYTES

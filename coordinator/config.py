@@ -44,7 +44,7 @@ class ModelConfig(_Table):
         description='Longest sequence, prompt and answer together; "auto": the model\'s, at most 32768.',
     )
     compute_dtype: Literal["auto", "fp32", "fp16", "bf16"] = Field(
-        default="auto", description="Type of the arithmetic; a CPU stage computes in fp32."
+        default="auto", description="Type of the matrix products; auto: bf16 on a GPU, fp32 on the CPU."
     )
 
 
@@ -68,10 +68,10 @@ class StageConfig(_Table):
     device: str = Field(
         default="auto",
         pattern=r"^(auto|cpu|cuda:\d+|cuda:GPU-[0-9a-fA-F-]+)$",
-        description='"auto", "cpu", "cuda:0" or "cuda:GPU-<uuid>".',
+        description='"cpu", "cuda:0", "cuda:GPU-<uuid>", or "auto": stage i on GPU i, in turn.',
     )
     numa_node: NotNegative | Literal["auto", "off"] = Field(
-        default="auto", description="NUMA node that the worker is bound to."
+        default="auto", description="NUMA node that the worker is bound to; auto: its GPU's."
     )
     vram_budget_mib: Positive | None = Field(
         default=None, description="Device memory this stage may use; on the CPU, bytes in its place."
@@ -127,7 +127,9 @@ class MemoryConfig(_Table):
     expert_profile: str | None = Field(
         default=None, description="Ranking of experts by use, which decides residency."
     )
-    vram_margin_mib: NotNegative | None = Field(default=None, description="Device memory kept spare.")
+    vram_margin_mib: NotNegative | None = Field(
+        default=None, description="Device memory of each stage kept spare."
+    )
     window_mib: Positive | Literal["auto"] = Field(
         default="auto", description="Ring that streamed experts are uploaded into."
     )

@@ -7,7 +7,6 @@ those are mended.
 from __future__ import annotations
 
 import itertools
-import re
 from typing import TYPE_CHECKING, Any
 
 from strata_coord.coordinator.config_errors import KeyPath, Problem
@@ -24,7 +23,7 @@ GRID_TOKENS = 64
 _LATER = "is not available in this version"
 # Key -> values that ask for nothing new; any other value is refused.
 _UNAVAILABLE: dict[tuple[str, str], tuple[object, ...]] = {
-    ("model", "compute_dtype"): ("auto", "fp32"),
+    ("model", "compute_dtype"): ("auto", "fp32", "bf16"),
     ("split", "prompt_tokens"): (),
     ("split", "decode_weight"): (),
     ("prefill", "rows"): ("auto", "vram"),
@@ -40,7 +39,7 @@ _UNAVAILABLE: dict[tuple[str, str], tuple[object, ...]] = {
     ("supervision", "restarts_per_10_min"): (0,),
     ("hosts", "keys_file"): (),
 }
-_UNAVAILABLE_OF_A_STAGE = ("node", "link_limit_gb_per_s", "vram_reserve_mib")
+_UNAVAILABLE_OF_A_STAGE = ("node", "link_limit_gb_per_s")
 
 
 def unavailable_keys(tables: Mapping[str, Any]) -> list[Problem]:
@@ -64,10 +63,6 @@ def unavailable_keys(tables: Mapping[str, Any]) -> list[Problem]:
             if key in stage:
                 text = f"{_toml(stage[key])} {_LATER}; leave it out"
                 problems.append(Problem(path=("stage", number, key), text=text))
-        device = stage.get("device")
-        if isinstance(device, str) and re.match(r"cuda:(\d+$|GPU-)", device):
-            text = f'{_toml(device)} {_LATER}: CUDA stages come later; use "auto" or "cpu"'
-            problems.append(Problem(path=("stage", number, "device"), text=text))
     return problems
 
 

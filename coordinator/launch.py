@@ -6,7 +6,7 @@ through one close of the engine.
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from strata_coord.coordinator.launch_options import LaunchOptions
@@ -37,10 +37,10 @@ def run_launch(options: LaunchOptions) -> int:
     from strata_coord.coordinator.session import Session
     from strata_coord.coordinator.signals import Terminated, terminable
 
-    with terminable():
+    with terminable(), contextlib.ExitStack() as locks:
         screen = Screen(options)
         try:
-            prepared = prepare(options, screen)
+            prepared = prepare(options, screen, locks)
             session = Session(options=options, prepared=prepared, screen=screen)
             prompt = session.first_prompt()  # before any process starts: a wrong prompt costs no loading time
             with running_engine(prepared, screen) as engine:
@@ -49,8 +49,13 @@ def run_launch(options: LaunchOptions) -> int:
             return 0
 
 
-def prepare(options: LaunchOptions, screen: "Screen") -> Prepared:
+def prepare(options: LaunchOptions, screen: "Screen", locks: contextlib.ExitStack) -> Prepared:
     """Read configuration and model header, and plan.
+
+    Args:
+        options: Of the command line.
+        screen: Where news goes.
+        locks: Gets what keeps other launches off the cards, for as long as this one runs.
 
     Raises:
         StrataError: the configuration, the model or the plan is refused.
@@ -61,7 +66,7 @@ def prepare(options: LaunchOptions, screen: "Screen") -> Prepared:
     config = load_config(options.config, options.overrides, model=options.model)
     screen.configure(config.log)
     model = load_model_index(model_path(config.model.path, note=screen.note))
-    plan = make_plan(options, config, model)
+    plan = make_plan(options, config, model, locks)
     for line in plan.notes:
         screen.note(line)
     return Prepared(config=config, model=model, plan=plan)
@@ -84,22 +89,38 @@ def model_path(path: str, *, note: Callable[[str], None]) -> str:
     return str(builtin_model_path(path.removeprefix("builtin:"), progress=progress))
 
 
-def make_plan(options: LaunchOptions, config: "Config", model: "ModelIndex") -> "LaunchPlan":
+def make_plan(
+    options: LaunchOptions, config: "Config", model: "ModelIndex", locks: contextlib.ExitStack
+) -> "LaunchPlan":
     """The launch plan: replayed from a file, or made for this machine.
+
+    Cards are locked before they are planned with: what another launch is about to take still looks free.
 
     Raises:
         PlanError: nothing fits.
+        BindingError: a card that the saved plan is made for is not here.
+        AlreadyRunningError: another launch has one of the cards.
         ConfigError: the saved plan is damaged or is of another model.
     """
     from strata_coord.coordinator.assignments import check_plan_fits
+    from strata_coord.coordinator.card_locks import lock_cards
+    from strata_coord.coordinator.device_choice import check_planned_devices, choose_devices
     from strata_coord.coordinator.plan import launch_plan_from_json
     from strata_coord.coordinator.planner import plan_launch
-    from strata_coord.coordinator.probe import probe_rig
+    from strata_coord.coordinator.probe import probe_rig, usable_devices
 
     if options.plan_file is None:
-        return plan_launch(model, probe_rig(), config)
+        rig = probe_rig()
+        devices = choose_devices(config, rig, [])
+        if lock_cards(locks, config, [device.uuid for device in devices]):
+            # Once more: what was free before the lock may have been another launch's, or still is its.
+            rig = replace(rig, devices=usable_devices(num_nodes=len(rig.nodes)).devices)
+        return plan_launch(model, rig, config)
     plan = launch_plan_from_json(options.plan_file.read_text(encoding="utf-8"))
     check_plan_fits(plan, model, name=str(options.plan_file))
+    if any(stage.device_key for stage in plan.stages):
+        check_planned_devices(plan, usable_devices(num_nodes=1), name=str(options.plan_file))
+    lock_cards(locks, config, [stage.device_key for stage in plan.stages])
     return plan
 
 

@@ -126,6 +126,8 @@ def start_worker(
     log_path = run_directory / f"stage-{stage}.log"
     environment = dict(os.environ)
     environment["OMP_NUM_THREADS"] = environment["MKL_NUM_THREADS"] = str(cpu_threads)
+    # CUDA's own order is fastest first; the plan counts cards as NVML does, within CUDA_VISIBLE_DEVICES.
+    environment["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     try:
         with log_path.open("wb") as log:
             process = subprocess.Popen(

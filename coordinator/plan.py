@@ -59,6 +59,7 @@ class StageCosts:
     file_bytes: int  # streamed experts that are read from the file each time
     copy_bytes_per_s: float
     drive_bytes_per_s: float
+    hand_off_bytes_per_s: float  # rows to the next stage
     expand_bytes_per_s: float
     flops_per_s: float
     attention_flops_per_s: float

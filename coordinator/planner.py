@@ -8,23 +8,26 @@ one prompt is read within that. assignments.py turns a plan into what a stage is
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from strata_coord.coordinator.assignments import expert_bytes_once, stage_assignment
 from strata_coord.coordinator.budget import (
     MIB,
-    MIN_WINDOW_SLOTS,
     Shortfall,
     Sizes,
     StageShape,
     fixed_lines,
+    min_window_slots,
     shortfall,
+    upload_group,
     window_slot_bytes,
 )
 from strata_coord.coordinator.config_checks import GRID_TOKENS
+from strata_coord.coordinator.device_choice import choose_devices, device_budgets
 from strata_coord.coordinator.plan import PLAN_VERSION, BudgetLine, LaunchPlan
 from strata_coord.coordinator.prompt_planner import STREAM_ALL_SHARE, plan_prompt, upload_policy
+from strata_coord.coordinator.routes import choose_route, route_note
 from strata_coord.coordinator.stage_planner import HostShare, StageRequest, divide_host, plan_stages
 from strata_coord.coordinator.state_sizes import FP32_BYTES
 from strata_coord.coordinator.super_chunks import round_up_to_grid
@@ -33,9 +36,11 @@ from strata_coord.ipc.errors import ConfigError, InvariantError
 
 if TYPE_CHECKING:
     from strata_coord.coordinator.config import Config
+    from strata_coord.coordinator.device_choice import StageDevice
     from strata_coord.coordinator.planned_model import PlannedModel
     from strata_coord.coordinator.rig import Rig
     from strata_coord.ipc.assignment import KvDtype
+    from strata_coord.ipc.messages import Route
 
 __all__ = ["expert_bytes_once", "plan_launch", "plan_prompt", "stage_assignment", "upload_policy"]
 
@@ -46,10 +51,17 @@ DEFAULT_CONTEXT_TOKENS = 32768
 DEFAULT_RESERVED_TOKENS = 16384
 # Rows of a dense kernel call on the CPU: larger calls gain nothing there and cost scratch.
 DEFAULT_SUB_CHUNK_TOKENS = 512
+# On a GPU: matrix products reach the card's rate with some thousand rows.
+DEVICE_SUB_CHUNK_TOKENS = 4096
 # Two slots are enough: one is filled while the other is copied out.
 DEFAULT_HAND_OFF_SLOTS = 2
 # Rows of one expert multiplication; an expert with more is split.
 DEFAULT_EXPERT_GROUP_ROWS = 1024
+# On a GPU, where the experts of one upload are multiplied by one call.
+DEVICE_EXPERT_GROUP_ROWS = 8192
+# Layers whose streamed experts a GPU's window holds where there is room.
+DEVICE_LAYERS_AHEAD = 2
+_BF16_BYTES = 2
 # A larger c is preferred while it leaves room for at least this share of the largest possible S.
 SUPER_CHUNK_SHARE = 0.75
 
@@ -59,15 +71,20 @@ def plan_launch(model: PlannedModel, rig: Rig, config: Config) -> LaunchPlan:
 
     Raises:
         ConfigError: The configuration asks for what the model does not have.
-        BindingError: A NUMA node that the rig does not have.
+        BindingError: A device or a NUMA node that the rig does not have.
         PlanError: Nothing fits; names stage, item, need, have and the setting that moves it.
     """
     notes: list[str] = []
-    shapes = _stage_shapes(model, config)
+    devices = choose_devices(config, rig, notes)
+    routes = _routes(devices, notes)
+    shapes = _stage_shapes(model, config, devices, routes)
     context = _context_tokens(model, config, notes)
+    budgets = device_budgets(config, devices, notes)
     requests = tuple(
-        StageRequest(shape=shape, settings=settings, budget_bytes=_mib(settings.vram_budget_mib))
-        for shape, settings in zip(shapes, config.stage, strict=True)
+        StageRequest(shape=shape, settings=settings, device=device, budget_bytes=budget, route=route)
+        for shape, settings, device, budget, route in zip(
+            shapes, config.stage, devices, budgets, (*routes, None), strict=True
+        )
     )
     host = divide_host(rig, requests, notes)
     sizes, lines = _fit_sizes(model, config, requests, host, context, notes)
@@ -108,6 +125,8 @@ class _Wanted:
     max_sequences: int
     context_tokens: int
     margin_bytes: int
+    default_sub_chunk_tokens: int
+    expert_group_rows: int
 
     def sizes(self, super_chunk_tokens: int, sub_chunk_tokens: int) -> Sizes:
         """Return the sizes for one S and c."""
@@ -120,7 +139,7 @@ class _Wanted:
             sub_chunk_tokens=sub_chunk_tokens,
             slot_rows=num_sub_chunks * sub_chunk_tokens,
             hand_off_slots=self.hand_off_slots,
-            expert_group_rows=min(DEFAULT_EXPERT_GROUP_ROWS, super_chunk_tokens),
+            expert_group_rows=min(self.expert_group_rows, super_chunk_tokens),
             kv_dtype=self.kv_dtype,
             kv_pool_tokens=self.kv_pool_tokens,
             max_sequences=self.max_sequences,
@@ -129,7 +148,21 @@ class _Wanted:
         )
 
 
-def _stage_shapes(model: PlannedModel, config: Config) -> tuple[StageShape, ...]:
+def _routes(devices: tuple[StageDevice, ...], notes: list[str]) -> tuple[Route, ...]:
+    """Return the route of every link; only those between GPUs are worth a note."""
+    routes: list[Route] = []
+    for link, (sender, receiver) in enumerate(itertools.pairwise(devices)):
+        peers = None if sender.facts is None else [f"cuda:{peer}" for peer in sender.facts.peers]
+        choice = choose_route(sender.name, receiver.name, peers=peers)
+        routes.append(choice.route)
+        if sender.facts is not None or receiver.facts is not None:
+            notes.append(route_note(link, choice))
+    return tuple(routes)
+
+
+def _stage_shapes(
+    model: PlannedModel, config: Config, devices: tuple[StageDevice, ...], routes: tuple[Route, ...]
+) -> tuple[StageShape, ...]:
     boundaries = config.split.boundaries
     if boundaries == "auto":
         message = 'split.boundaries: "auto" is not available in this version'
@@ -139,16 +172,27 @@ def _stage_shapes(model: PlannedModel, config: Config) -> tuple[StageShape, ...]
         message = f"split.boundaries: layer {boundaries[-1]} is past the model's last layer, {num_layers - 1}"
         raise ConfigError(message)
     edges = [0, *boundaries, num_layers]
-    return tuple(
-        StageShape(
+    window = None if config.memory.window_mib == "auto" else config.memory.window_mib * MIB
+    shapes = []
+    for stage, (first, last) in enumerate(itertools.pairwise(edges)):
+        shape = StageShape(
             stage=stage,
             first_layer=first,
             last_layer=last,
             is_first=stage == 0,
             is_last=last == num_layers,
         )
-        for stage, (first, last) in enumerate(itertools.pairwise(edges))
-    )
+        device = devices[stage]
+        if device.facts is not None:
+            shape = replace(
+                shape,
+                compute_bytes=_BF16_BYTES if device.compute_dtype == "bf16" else FP32_BYTES,
+                upload_group=upload_group(model, first, last, window_bytes=window),
+                layers_ahead=DEVICE_LAYERS_AHEAD,
+                slots_in_budget=stage > 0 and routes[stage - 1] == "device",
+            )
+        shapes.append(shape)
+    return tuple(shapes)
 
 
 def _context_tokens(model: PlannedModel, config: Config, notes: list[str]) -> int:
@@ -163,7 +207,7 @@ def _context_tokens(model: PlannedModel, config: Config, notes: list[str]) -> in
     return config.model.context_tokens
 
 
-def _wanted(config: Config, context: int) -> _Wanted:
+def _wanted(config: Config, context: int, *, has_gpu: bool) -> _Wanted:
     prefill, kv = config.prefill, config.kv
     most = (
         min(DEFAULT_RESERVED_TOKENS, context)
@@ -189,6 +233,8 @@ def _wanted(config: Config, context: int) -> _Wanted:
         max_sequences=kv.max_sequences,
         context_tokens=context,
         margin_bytes=_mib(config.memory.vram_margin_mib) or 0,
+        default_sub_chunk_tokens=DEVICE_SUB_CHUNK_TOKENS if has_gpu else DEFAULT_SUB_CHUNK_TOKENS,
+        expert_group_rows=DEVICE_EXPERT_GROUP_ROWS if has_gpu else DEFAULT_EXPERT_GROUP_ROWS,
     )
 
 
@@ -201,7 +247,7 @@ def _fit_sizes(
     notes: list[str],
 ) -> tuple[Sizes, tuple[tuple[BudgetLine, ...], ...]]:
     """Return the S and c that fit every stage, and the claims of every stage at these sizes."""
-    wanted = _wanted(config, context)
+    wanted = _wanted(config, context, has_gpu=any(request.device.facts is not None for request in requests))
     found = [_largest_fit(model, requests, host, wanted, sub) for sub in _sub_chunk_choices(wanted)]
     most = max(blocks for blocks, _ in found)
     if not most:
@@ -256,7 +302,11 @@ def _given_up(wanted: _Wanted, sizes: Sizes) -> list[str]:
     """Return a note for each size that is smaller than asked for."""
     notes = []
     for name, asked, got in (
-        ("sub_chunk_tokens", wanted.sub_chunk_tokens or DEFAULT_SUB_CHUNK_TOKENS, sizes.sub_chunk_tokens),
+        (
+            "sub_chunk_tokens",
+            wanted.sub_chunk_tokens or wanted.default_sub_chunk_tokens,
+            sizes.sub_chunk_tokens,
+        ),
         ("slot_rows", wanted.slot_rows or 0, sizes.slot_rows),
     ):
         if got < asked:
@@ -275,7 +325,7 @@ def _sub_chunk_choices(wanted: _Wanted) -> list[int]:
     if wanted.sub_chunk_tokens is not None:
         return [wanted.sub_chunk_tokens]
     choices = []
-    sub = DEFAULT_SUB_CHUNK_TOKENS
+    sub = wanted.default_sub_chunk_tokens
     while sub >= GRID_TOKENS:
         if wanted.slot_rows is None or wanted.slot_rows % sub == 0:
             choices.append(sub)
@@ -289,7 +339,7 @@ def _first_shortfall(
     for request in requests:
         lines = fixed_lines(model, request.shape, sizes)
         budget = request.budget_bytes if request.budget_bytes is not None else host.default_budget_bytes
-        window = MIN_WINDOW_SLOTS * window_slot_bytes(model, request.shape)
+        window = min_window_slots(request.shape) * window_slot_bytes(model, request.shape)
         found = shortfall(lines, stage=request.shape.stage, budget_bytes=budget, window_bytes=window)
         if found is not None:
             return found

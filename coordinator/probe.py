@@ -1,4 +1,4 @@
-"""Fills a Rig from this host, without torch: nodes, CPUs, memory limits, and a copy rate.
+"""Fills a Rig from this host, without torch: nodes, CPUs, memory limits, GPUs, and a copy rate.
 
 Blocks for some milliseconds while the copy rate is measured. Rates that it does not measure are marked as
 assumed. Never fails for a fact that cannot be read: it falls back to what is always known.
@@ -14,9 +14,11 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from strata_coord.coordinator.cuda_install import missing_for_cuda
+from strata_coord.coordinator.gpus import FoundDevices, find_devices
 from strata_coord.coordinator.rig import ASSUMED_RATES, Limits, NodeFacts, Rate, Rig
 
-__all__ = ["cpu_list", "measured_copy_rate", "memory_limit", "probe_rig"]
+__all__ = ["cpu_list", "measured_copy_rate", "memory_limit", "probe_rig", "usable_devices"]
 
 _SYSFS_NODES = Path("/sys/devices/system/node")
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
@@ -45,13 +47,26 @@ def probe_rig(*, measure: bool = True) -> Rig:
     rates = ASSUMED_RATES
     if measure:
         rates = replace(rates, copy_bytes_per_s=Rate(value=measured_copy_rate(), source="measured"))
+    nodes = _nodes(_SYSFS_NODES, cpus, int(memory.total))
+    found = usable_devices(num_nodes=len(nodes))
     return Rig(
         name=platform.machine() or "host",
-        nodes=_nodes(_SYSFS_NODES, cpus, int(memory.total)),
+        nodes=nodes,
         available_bytes=max(1, available),
         limits=Limits(memory_bytes=limit, memlock_bytes=_memlock()),
         rates=rates,
+        devices=found.devices,
+        no_devices=found.reason,
     )
+
+
+def usable_devices(*, num_nodes: int) -> FoundDevices:
+    """Return the GPUs that stages can compute on: there, visible, and with the packages for them."""
+    found = find_devices(num_nodes=num_nodes)
+    missing = missing_for_cuda() if found.devices else ""
+    if not missing:
+        return found
+    return FoundDevices(reason=f"{len(found.devices)} GPU(s) are here, but {missing}")
 
 
 def memory_limit(root: Path, own: Path) -> tuple[int | None, int]:

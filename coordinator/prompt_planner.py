@@ -144,8 +144,8 @@ def _predict(launch: LaunchPlan, option: _Option) -> float:
                 for n, (rows, start) in enumerate(zip(option.super_chunks, starts, strict=True))
             ]
         )
-    copy_rate = launch.stages[0].costs.copy_bytes_per_s
-    hand_offs = [rows * launch.row_bytes / copy_rate for rows in option.super_chunks]
+    slowest = min(stage.costs.hand_off_bytes_per_s for stage in launch.stages[:-1] or launch.stages)
+    hand_offs = [rows * launch.row_bytes / slowest for rows in option.super_chunks]
     slots_each = -(-max(option.super_chunks) // _slot_rows(launch, option))
     ring = launch.hand_off_slots // slots_each
     return makespan_s(times, hand_offs, ring_super_chunks=ring)

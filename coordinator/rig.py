@@ -12,7 +12,17 @@ from typing import Any, Literal, NoReturn
 
 from strata_coord.ipc.errors import ConfigError
 
-__all__ = ["ASSUMED_RATES", "Limits", "NodeFacts", "Rate", "Rates", "Rig", "rig_from_toml", "rig_to_toml"]
+__all__ = [
+    "ASSUMED_RATES",
+    "DeviceFacts",
+    "Limits",
+    "NodeFacts",
+    "Rate",
+    "Rates",
+    "Rig",
+    "rig_from_toml",
+    "rig_to_toml",
+]
 
 RateSource = Literal["measured", "assumed"]
 
@@ -59,6 +69,31 @@ class NodeFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceFacts:
+    """One GPU that this program may use."""
+
+    device: int  # CUDA ordinal among the visible ones, in the order of their bus ids
+    name: str
+    uuid: str  # "GPU-..."
+    bus_id: str  # as sysfs spells it, 0000:3b:00.0
+    total_bytes: int
+    free_bytes: int
+    compute_capability: tuple[int, int]
+    link_generation: int  # of PCIe at this moment; an idle card lowers it. 0: not told
+    link_width: int
+    max_link_generation: int  # that card and slot can reach together
+    max_link_width: int
+    numa_node: int  # -1: not known
+    peers: tuple[int, ...] = ()  # devices that the driver says this one can write to
+    link_bytes_per_s: Rate | None = None  # from pinned host memory; None: to be assumed from the link
+
+    @property
+    def key(self) -> str:
+        """The device's name in configurations and plans."""
+        return f"cuda:{self.device}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """What the container or the system grants; None: no limit."""
 
@@ -75,6 +110,8 @@ class Rig:
     available_bytes: int  # host memory that may still be taken, limits counted in
     limits: Limits
     rates: Rates
+    devices: tuple[DeviceFacts, ...] = ()
+    no_devices: str = ""  # why there is no GPU to use, in words
 
     @property
     def num_cpus(self) -> int:
@@ -82,9 +119,23 @@ class Rig:
         return sum(len(node.cpus) for node in self.nodes)
 
 
+_DEVICE_NUMBERS = (
+    "total_bytes",
+    "free_bytes",
+    "link_generation",
+    "link_width",
+    "max_link_generation",
+    "max_link_width",
+    "numa_node",
+)
+
+
 def rig_to_toml(rig: Rig) -> str:
     """Return the text of a rig file; rig_from_toml reads it back unchanged."""
-    lines = [f"name = {_quoted(rig.name)}", f"available_bytes = {rig.available_bytes}", "", "[limits]"]
+    lines = [f"name = {_quoted(rig.name)}", f"available_bytes = {rig.available_bytes}"]
+    if rig.no_devices:
+        lines.append(f"no_devices = {_quoted(rig.no_devices)}")
+    lines += ["", "[limits]"]
     for key in ("memory_bytes", "memlock_bytes"):
         value = getattr(rig.limits, key)
         if value is not None:
@@ -98,11 +149,27 @@ def rig_to_toml(rig: Rig) -> str:
             f"cpus = [{cpus}]",
             f"memory_bytes = {node.memory_bytes}",
         ]
+    for device in rig.devices:
+        lines += ["", *_device_lines(device)]
     lines += ["", "[rates]"]
     for key in Rates.__dataclass_fields__:
-        rate: Rate = getattr(rig.rates, key)
-        lines.append(f"{key} = {{ value = {rate.value!r}, source = {_quoted(rate.source)} }}")
+        lines.append(f"{key} = {_rate_text(getattr(rig.rates, key))}")
     return "\n".join(lines) + "\n"
+
+
+def _device_lines(device: DeviceFacts) -> list[str]:
+    major, minor = device.compute_capability
+    lines = ["[[device]]", f"device = {device.device}"]
+    lines += [f"{key} = {_quoted(getattr(device, key))}" for key in ("name", "uuid", "bus_id")]
+    lines += [f"{key} = {getattr(device, key)}" for key in _DEVICE_NUMBERS]
+    lines += [f"compute_capability = [{major}, {minor}]", f"peers = {list(device.peers)}"]
+    if device.link_bytes_per_s is not None:
+        lines.append(f"link_bytes_per_s = {_rate_text(device.link_bytes_per_s)}")
+    return lines
+
+
+def _rate_text(rate: Rate) -> str:
+    return f"{{ value = {rate.value!r}, source = {_quoted(rate.source)} }}"
 
 
 def rig_from_toml(text: str, *, name: str) -> Rig:
@@ -137,13 +204,34 @@ def rig_from_toml(text: str, *, name: str) -> Rig:
             )
             for node in reader.tables_of("node")
         ),
-        rates=Rates(**{key: rates.rate(key) for key in Rates.__dataclass_fields__}),
+        rates=Rates(
+            **{key: rates.rate(key) or getattr(ASSUMED_RATES, key) for key in Rates.__dataclass_fields__}
+        ),
+        devices=tuple(_device(device) for device in reader.tables_of("device", required=False)),
+        no_devices=reader.text("no_devices", default=""),
     )
     reader.finish()
     if not rig.nodes or not rig.num_cpus:
         message = f"{name}: node: at least one [[node]] with one CPU is needed, got {rig.num_cpus} CPUs"
         raise ConfigError(message)
     return rig
+
+
+def _device(table: _Reader) -> DeviceFacts:
+    numbers = {key: table.whole(key, least=-1 if key == "numa_node" else 0) for key in _DEVICE_NUMBERS}
+    capability = table.wholes("compute_capability")
+    if len(capability) != 2:
+        table.refuse("compute_capability", "two numbers, such as [9, 0]", list(capability))
+    return DeviceFacts(
+        device=table.whole("device"),
+        name=table.text("name"),
+        uuid=table.text("uuid"),
+        bus_id=table.text("bus_id", default=""),
+        compute_capability=(capability[0], capability[1]),
+        peers=table.wholes("peers", default=()),
+        link_bytes_per_s=table.rate("link_bytes_per_s"),
+        **numbers,
+    )
 
 
 class _Reader:
@@ -156,57 +244,56 @@ class _Reader:
         self._asked: set[str] = set()
         self._children: list[_Reader] = []
 
-    def text(self, key: str) -> str:
-        value = self._value(key)
+    def text(self, key: str, *, default: str | None = None) -> str:
+        value = self._value(key, default)
         if not isinstance(value, str):
-            self._refuse(key, "a text", value)
+            self.refuse(key, "a text", value)
         return value
 
     def whole(self, key: str, *, least: int = 0) -> int:
         value = self._value(key)
         if type(value) is not int or value < least:
-            self._refuse(key, f"a whole number of at least {least}", value)
+            self.refuse(key, f"a whole number of at least {least}", value)
         return value
 
     def optional_whole(self, key: str) -> int | None:
         self._asked.add(key)
         return self.whole(key) if key in self._table else None
 
-    def wholes(self, key: str) -> tuple[int, ...]:
-        value = self._value(key)
+    def wholes(self, key: str, *, default: tuple[int, ...] | None = None) -> tuple[int, ...]:
+        value = self._value(key, None if default is None else list(default))
         if not isinstance(value, list) or not all(type(one) is int and one >= 0 for one in value):
-            self._refuse(key, "an array of whole numbers", value)
+            self.refuse(key, "an array of whole numbers", value)
         return tuple(value)
 
-    def rate(self, key: str) -> Rate:
+    def rate(self, key: str) -> Rate | None:
         self._asked.add(key)
         if key not in self._table:
-            assumed: Rate = getattr(ASSUMED_RATES, key)
-            return assumed
+            return None
         table = self.table_of(key)
         value, source = table._value("value"), table._value("source")
         if type(value) not in (int, float) or not 0 < value < float("inf"):
-            table._refuse("value", "a number above 0", value)
+            table.refuse("value", "a number above 0", value)
         if source not in ("measured", "assumed"):
-            table._refuse("source", '"measured" or "assumed"', source)
+            table.refuse("source", '"measured" or "assumed"', source)
         return Rate(value=float(value), source=source)
 
     def table_of(self, key: str, *, required: bool = True) -> _Reader:
         value = self._value(key) if required or key in self._table else {}
         if not isinstance(value, dict):
-            self._refuse(key, "a table", value)
+            self.refuse(key, "a table", value)
         return self._child(key, value)
 
-    def tables_of(self, key: str) -> list[_Reader]:
-        value = self._value(key)
+    def tables_of(self, key: str, *, required: bool = True) -> list[_Reader]:
+        value = self._value(key, None if required else [])
         if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
-            self._refuse(key, "tables", value)
+            self.refuse(key, "tables", value)
         return [self._child(f"{key}.{number}", one) for number, one in enumerate(value)]
 
     def finish(self) -> None:
         for key in self._table:
             if key not in self._asked:
-                self._refuse(key, "no such key", self._table[key])
+                self.refuse(key, "no such key", self._table[key])
         for child in self._children:
             child.finish()
 
@@ -215,14 +302,16 @@ class _Reader:
         self._children.append(child)
         return child
 
-    def _value(self, key: str) -> Any:
+    def _value(self, key: str, default: Any = None) -> Any:
         self._asked.add(key)
         if key not in self._table:
+            if default is not None:
+                return default
             message = f"{self._name}: {self._path}{key}: missing"
             raise ConfigError(message)
         return self._table[key]
 
-    def _refuse(self, key: str, expected: str, found: object) -> NoReturn:
+    def refuse(self, key: str, expected: str, found: object) -> NoReturn:
         message = f"{self._name}: {self._path}{key}: expected {expected}, got {found!r}"
         raise ConfigError(message)
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from strata_coord.coordinator.budget import (
     MIB,
-    MIN_WINDOW_SLOTS,
     StageShape,
     blob_bytes,
     divide_expert_room,
+    min_window_slots,
     window_slot_bytes,
 )
-from strata_coord.coordinator.plan import BudgetLine, StageCosts, StagePlan
+from strata_coord.coordinator.plan import BudgetLine, StagePlan
+from strata_coord.coordinator.stage_costs import stage_costs
 from strata_coord.coordinator.state_sizes import FP32_BYTES
 from strata_coord.ipc.errors import BindingError, PlanError
 
@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 
     from strata_coord.coordinator.budget import Sizes
     from strata_coord.coordinator.config import Config, StageConfig
+    from strata_coord.coordinator.device_choice import StageDevice
     from strata_coord.coordinator.planned_model import PlannedModel
     from strata_coord.coordinator.rig import NodeFacts, Rig
+    from strata_coord.ipc.messages import Route
 
 __all__ = ["HostShare", "StageRequest", "divide_host", "plan_stages"]
 
@@ -42,7 +44,14 @@ class StageRequest:
 
     shape: StageShape
     settings: StageConfig
+    device: StageDevice
     budget_bytes: int | None  # None: what the host can spare
+    route: Route | None  # of the rows to the next stage
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the budget is host memory."""
+        return self.device.facts is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +65,7 @@ class HostShare:
 def divide_host(rig: Rig, requests: Sequence[StageRequest], notes: list[str]) -> HostShare:
     """Return what CPU stages may take of the host's memory."""
     usable = int(rig.available_bytes * HOST_SHARE)
-    named = sum(request.budget_bytes or 0 for request in requests)
+    named = sum(request.budget_bytes or 0 for request in requests if request.is_on_host)
     without = [request.shape.stage for request in requests if request.budget_bytes is None]
     default = max(0, int(usable * DEFAULT_BUDGET_SHARE) - named) // max(1, len(without))
     if without:
@@ -86,7 +95,8 @@ def plan_stages(
     drafts = [
         _draft(model, request, host, config, fixed) for request, fixed in zip(requests, lines, strict=True)
     ]
-    arenas = _divide_arena(config, requests, host, drafts, notes)
+    slots = sum(_host_slot_bytes(model, request, sizes) for request in requests)
+    arenas = _divide_arena(config, requests, host, drafts, slots, notes)
     nodes = [_node(rig, request, len(requests)) for request in requests]
     plans = []
     for request, draft, arena, node in zip(requests, drafts, arenas, nodes, strict=True):
@@ -99,12 +109,12 @@ def plan_stages(
                 stage=shape.stage,
                 first_layer=shape.first_layer,
                 last_layer=shape.last_layer,
-                device="cpu",
-                device_key="",
-                route=None if shape.is_last else "host",
-                compute_dtype="fp32",
-                upload_group=1,
-                numa_node=-1 if request.settings.numa_node == "off" else node.node,
+                device=request.device.name,
+                device_key=request.device.uuid,
+                route=request.route,
+                compute_dtype=request.device.compute_dtype,
+                upload_group=shape.upload_group,
+                numa_node=_bound_node(rig, request, node, notes),
                 cpu_threads=threads,
                 budget_bytes=draft.budget_bytes,
                 lines=draft.lines,
@@ -115,7 +125,16 @@ def plan_stages(
                 resident_bytes=draft.resident_bytes,
                 streamed_bytes=draft.streamed_bytes,
                 arena_bytes=arena_bytes,
-                costs=_costs(model, rig, shape, threads, draft, arena_bytes),
+                costs=stage_costs(
+                    model,
+                    rig,
+                    shape,
+                    device=request.device,
+                    route=request.route,
+                    threads=threads,
+                    arena_bytes=arena_bytes,
+                    file_bytes=draft.streamed_bytes - arena_bytes,
+                ),
             )
         )
     return tuple(plans)
@@ -171,14 +190,17 @@ def _draft(
     budget = request.budget_bytes
     if budget is None:
         # Enough for everything is enough: what is not claimed stays with the host.
-        budget = min(host.default_budget_bytes, claimed + sum(ranking.num_bytes) + MIN_WINDOW_SLOTS * slot)
+        budget = min(
+            host.default_budget_bytes, claimed + sum(ranking.num_bytes) + min_window_slots(shape) * slot
+        )
     room = divide_expert_room(
         budget - claimed,
         ranked_bytes=ranking.num_bytes,
         ranked_layers=[layer for layer, _ in ranking.experts],
         num_experts=model.geometry.experts.num_experts,
         slot_bytes=slot,
-        window_slots=_window_slots(config, slot, budget - claimed),
+        window_slots=_window_slots(config, shape, slot, budget - claimed),
+        shape=shape,
     )
     resident = sum(ranking.num_bytes[: room.num_resident])
     window = room.window_slots * slot
@@ -224,11 +246,19 @@ def _rank(model: PlannedModel, shape: StageShape) -> _Ranking:
     )
 
 
-def _window_slots(config: Config, slot_bytes: int, room_bytes: int) -> int | None:
+def _window_slots(config: Config, shape: StageShape, slot_bytes: int, room_bytes: int) -> int | None:
     if config.memory.window_mib == "auto" or slot_bytes == 0:
         return None
     asked = config.memory.window_mib * MIB // slot_bytes
-    return max(MIN_WINDOW_SLOTS, min(asked, room_bytes // slot_bytes))
+    slots = max(min_window_slots(shape), min(asked, room_bytes // slot_bytes))
+    return slots // shape.upload_group * shape.upload_group
+
+
+def _host_slot_bytes(model: PlannedModel, request: StageRequest, sizes: Sizes) -> int:
+    """Slots of an incoming link that lie in host memory although the stage's budget is a GPU's."""
+    if request.is_on_host or request.shape.is_first or request.shape.slots_in_budget:
+        return 0
+    return sizes.hand_off_slots * sizes.slot_rows * model.geometry.row_width * FP32_BYTES
 
 
 def _divide_arena(
@@ -236,10 +266,14 @@ def _divide_arena(
     requests: Sequence[StageRequest],
     host: HostShare,
     drafts: Sequence[_Draft],
+    slot_bytes: int,
     notes: list[str],
 ) -> list[int]:
     """Return each stage's arena room: its own setting, or its share of the total by streamed bytes."""
-    taken = sum(draft.taken_bytes for draft in drafts)
+    on_host = [
+        draft.taken_bytes for request, draft in zip(requests, drafts, strict=True) if request.is_on_host
+    ]
+    taken = sum(on_host) + slot_bytes
     if taken > host.usable_bytes:
         message = (
             f"host memory: the stages need {taken / MIB:.0f} MiB, {host.usable_bytes / MIB:.0f} MiB are "
@@ -278,7 +312,7 @@ def _divide_arena(
 
 
 def _node(rig: Rig, request: StageRequest, num_stages: int) -> NodeFacts:
-    """Return the stage's node: the one named, else stages go over the nodes that have CPUs, in order."""
+    """Return the stage's node: the one named, else its GPU's, else stages go over the nodes with CPUs."""
     asked, stage = request.settings.numa_node, request.shape.stage
     if isinstance(asked, int):
         for node in rig.nodes:
@@ -288,7 +322,24 @@ def _node(rig: Rig, request: StageRequest, num_stages: int) -> NodeFacts:
         message = f"stage.{stage}.numa_node: node {asked} is not here or has no CPU to use; there are {known}"
         raise BindingError(message)
     usable = [node for node in rig.nodes if node.cpus]
-    return usable[stage * len(usable) // num_stages]
+    own = [node for node in usable if request.device.facts and node.node == request.device.facts.numa_node]
+    return own[0] if own else usable[stage * len(usable) // num_stages]
+
+
+def _bound_node(rig: Rig, request: StageRequest, node: NodeFacts, notes: list[str]) -> int:
+    """Return the node to bind to; -1 where binding is off, or could be to the far side of a GPU's link."""
+    facts = request.device.facts
+    if request.settings.numa_node == "off":
+        return -1
+    if request.settings.numa_node == "auto" and facts is not None and node.node != facts.numa_node:
+        if len([one for one in rig.nodes if one.cpus]) == 1:
+            return node.node
+        notes.append(
+            f"stage {request.shape.stage}: not bound, since the NUMA node of {facts.key} is not known or "
+            "has no CPU to use; stage.N.numa_node names one"
+        )
+        return -1
+    return node.node
 
 
 def _threads(request: StageRequest, node: NodeFacts, nodes: Sequence[NodeFacts]) -> int:
@@ -297,39 +348,3 @@ def _threads(request: StageRequest, node: NodeFacts, nodes: Sequence[NodeFacts])
         return request.settings.cpu_threads
     sharing = sum(other.node == node.node for other in nodes)
     return max(1, len(node.cpus) // sharing)
-
-
-def _costs(
-    model: PlannedModel, rig: Rig, shape: StageShape, threads: int, draft: _Draft, arena_bytes: int
-) -> StageCosts:
-    geometry, rates = model.geometry, rig.rates
-    layers = range(shape.first_layer, shape.last_layer)
-    dense = sum(
-        math.prod(tensor.shape)
-        for layer in layers
-        for tensor in model.layer_tensors(layer)
-        if len(tensor.shape) > 1
-    )
-    expert = sum(math.prod(tensor.shape) for layer in layers for tensor in model.expert_tensors(layer))
-    per_token = geometry.experts.experts_per_token / geometry.experts.num_experts
-    attention_layers = sum(not geometry.recurrent_layers[layer] for layer in layers)
-    attention = geometry.attention
-    output = math.prod(model.output().shape) if shape.is_last else 0
-    return StageCosts(
-        num_layers=len(layers),
-        dense_flops_per_row=2.0 * dense,
-        expert_flops_per_row=2.0 * expert * per_token,
-        attention_flops_per_pair=4.0 * attention.num_heads * attention.head_dim * attention_layers,
-        dense_expanded_bytes=dense * FP32_BYTES,
-        expert_expanded_bytes=expert * FP32_BYTES,
-        head_flops=2.0 * output,
-        head_expanded_bytes=output * FP32_BYTES,
-        arena_bytes=arena_bytes,
-        file_bytes=draft.streamed_bytes - arena_bytes,
-        copy_bytes_per_s=rates.copy_bytes_per_s.value,
-        drive_bytes_per_s=rates.drive_bytes_per_s.value,
-        expand_bytes_per_s=rates.expand_bytes_per_s.value * threads,
-        flops_per_s=rates.flops_per_s.value * threads,
-        attention_flops_per_s=rates.attention_flops_per_s.value * threads,
-        call_s=rates.call_s.value,
-    )

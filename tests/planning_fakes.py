@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from strata_coord.coordinator.config import Config, parse_config
 from strata_coord.coordinator.planner import plan_launch
-from strata_coord.coordinator.rig import ASSUMED_RATES, Limits, NodeFacts, Rig
+from strata_coord.coordinator.rig import ASSUMED_RATES, DeviceFacts, Limits, NodeFacts, Rig
 from strata_coord.ipc.assignment import (
     AttentionGeometry,
     DeltaNetGeometry,
@@ -130,11 +131,43 @@ def fake_model(
     )
 
 
-def fake_rig(*, cpus: tuple[tuple[int, ...], ...] = ((0, 1),), available_bytes: int = 8 << 30) -> Rig:
+def fake_device(device: int = 0, *, free_mib: int = 20_000, **facts: Any) -> DeviceFacts:
+    """A card of PCIe 4 x16 with bf16 products, on node 0 unless told otherwise."""
+    known: dict[str, Any] = {
+        "name": "NVIDIA GeForce RTX 4090",
+        "uuid": f"GPU-{device:08x}-0000-0000-0000-000000000000",
+        "bus_id": f"0000:{device + 1:02x}:00.0",
+        "total_bytes": 24_564 * MIB,
+        "free_bytes": free_mib * MIB,
+        "compute_capability": (8, 9),
+        "link_generation": 1,
+        "link_width": 16,
+        "max_link_generation": 4,
+        "max_link_width": 16,
+        "numa_node": 0,
+    }
+    return DeviceFacts(device=device, **(known | facts))
+
+
+def fake_rig(
+    *,
+    cpus: tuple[tuple[int, ...], ...] = ((0, 1),),
+    available_bytes: int = 8 << 30,
+    devices: tuple[DeviceFacts, ...] = (),
+    no_devices: str = "",
+) -> Rig:
     """A machine with one NUMA node for each tuple of CPUs."""
     nodes = tuple(NodeFacts(node=n, cpus=own, memory_bytes=16 << 30) for n, own in enumerate(cpus))
     limits = Limits(memory_bytes=None, memlock_bytes=None)
-    return Rig(name="fake", nodes=nodes, available_bytes=available_bytes, limits=limits, rates=ASSUMED_RATES)
+    return Rig(
+        name="fake",
+        nodes=nodes,
+        available_bytes=available_bytes,
+        limits=limits,
+        rates=ASSUMED_RATES,
+        devices=devices,
+        no_devices=no_devices,
+    )
 
 
 def fake_config(
@@ -144,13 +177,19 @@ def fake_config(
     stage: str = "",
     prefill: str = "",
     rest: str = "",
+    device: str | tuple[str, ...] = "cpu",
+    model: str = "",
 ) -> Config:
-    """A checked configuration; stage, prefill and rest are TOML lines of those tables and of whole tables."""
+    """A checked configuration; stage, model, prefill: TOML lines of those tables; rest: whole tables."""
     count = len(boundaries) + 1
     budgets = budget_mib if isinstance(budget_mib, tuple) else (budget_mib,) * count
     lines = ["" if one is None else f"vram_budget_mib = {one}\n" for one in budgets]
-    stages = "".join(f'[[stage]]\ndevice = "cpu"\n{budget}{stage}\n' for budget in lines)
-    text = f'[model]\npath = "fake.gguf"\n[split]\nboundaries = {list(boundaries)}\n{stages}\n'
+    devices = (device,) * count if isinstance(device, str) else device
+    stages = "".join(
+        f'[[stage]]\ndevice = "{name}"\n{budget}{stage}\n'
+        for name, budget in zip(devices, lines, strict=True)
+    )
+    text = f'[model]\npath = "fake.gguf"\n{model}\n[split]\nboundaries = {list(boundaries)}\n{stages}\n'
     return parse_config(f"{text}[prefill]\n{prefill}\n{rest}\n", name="fake.toml", folder=Path("/"))
 
 

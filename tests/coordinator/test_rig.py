@@ -1,7 +1,7 @@
 from dataclasses import replace
 
 import pytest
-from planning_fakes import fake_rig
+from planning_fakes import fake_device, fake_rig
 
 from strata_coord.coordinator.rig import Limits, Rate, rig_from_toml, rig_to_toml
 from strata_coord.ipc.errors import ConfigError
@@ -14,6 +14,15 @@ def test_a_rig_file_is_read_back_unchanged():
     rates = replace(rig.rates, copy_bytes_per_s=Rate(value=1.25e10, source="measured"))
     rig = replace(rig, name='a "b"\n', rates=rates, limits=Limits(memory_bytes=5, memlock_bytes=None))
     assert rig_from_toml(rig_to_toml(rig), name="x") == rig
+
+
+def test_the_gpus_of_a_rig_file_are_read_back_unchanged():
+    measured = Rate(value=5.53e10, source="measured")
+    devices = (fake_device(peers=(1,)), fake_device(1, numa_node=-1, bus_id="", link_bytes_per_s=measured))
+    rig = fake_rig(devices=devices)
+    assert rig_from_toml(rig_to_toml(rig), name="x") == rig
+    none = fake_rig(no_devices='no NVIDIA driver: "x"')
+    assert rig_from_toml(rig_to_toml(none), name="x") == none
 
 
 def test_rates_that_a_file_leaves_out_are_assumed():
@@ -33,6 +42,15 @@ def test_rates_that_a_file_leaves_out_are_assumed():
         ),
         (TEXT.replace("[0]", '["a"]'), r"rig.toml: node\.0\.cpus: expected an array of whole numbers"),
         (TEXT.replace("[0]", "[]"), "at least one .* with one CPU is needed, got 0"),
+        (TEXT + "[[device]]\ndevice = 0\n", r"rig.toml: device\.0\.\w+: missing"),
+        (
+            rig_to_toml(fake_rig(devices=(fake_device(),))).replace("[8, 9]", "[8]"),
+            r"device\.0\.compute_capability: expected two numbers, such as \[9, 0\], got \[8\]",
+        ),
+        (
+            rig_to_toml(fake_rig(devices=(fake_device(),))).replace("peers", "pears"),
+            r"device\.0\.pears: expected no such key",
+        ),
         (TEXT + "speed = 3\n", r"rig.toml: node\.0\.speed: expected no such key, got 3"),
         (TEXT.replace("node = 0\n", ""), r"rig.toml: node\.0\.node: missing"),
         (TEXT + "[rates]\ncall_s = 3\n", r"rig.toml: rates\.call_s: expected a table, got 3"),
