@@ -126,15 +126,12 @@ class Walk:
                 stream_all_order(self._residency, layers=indices, num_experts=self._experts.num_experts)
             )
         guard = FiniteGuard(super_chunk.segments, rows_SW)
-        # Saves a tenth of each small call. Tensors made in here may not be written to by other threads, but
-        # views of the window and of other lasting buffers may.
-        with torch.inference_mode():
-            for layer in self._layers:
-                if is_cancelled():
-                    self._stager.abandon(self._compute)
-                    return None
-                self._run_layer(layer, super_chunk, sub_chunks, rows_SW, token_ids, guard)
-            return guard.finish(rows_SW)
+        for layer in self._layers:
+            if is_cancelled():
+                self._stager.abandon(self._compute)
+                return None
+            self._run_layer(layer, super_chunk, sub_chunks, rows_SW, token_ids, guard)
+        return guard.finish(rows_SW)
 
     def _run_layer(
         self,
