@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from strata_coord.coordinator.config import Config, StageConfig
-    from strata_coord.coordinator.gpus import FoundDevices
     from strata_coord.coordinator.plan import LaunchPlan
     from strata_coord.coordinator.rig import DeviceFacts, Rig
     from strata_coord.ipc.assignment import ComputeDtype
@@ -104,21 +103,24 @@ def device_budgets(config: Config, devices: Sequence[StageDevice], notes: list[s
     return budgets
 
 
-def check_planned_devices(plan: LaunchPlan, found: FoundDevices, *, name: str) -> None:
+def check_planned_devices(
+    plan: LaunchPlan, devices: Sequence[DeviceFacts], *, reason: str, name: str
+) -> None:
     """Check that the cards of a plan which was read back are here, under the same numbers.
 
     Args:
         plan: The plan.
-        found: The usable cards of this host.
+        devices: The usable cards of this host.
+        reason: Why there are none.
         name: The plan's file, for errors.
 
     Raises:
         BindingError: One is not.
     """
-    here = {(device.key, device.uuid) for device in found.devices}
+    here = {(device.key, device.uuid) for device in devices}
     for stage in plan.stages:
         if stage.device_key and (stage.device, stage.device_key) not in here:
-            there = ", ".join(f"{key} ({uuid})" for key, uuid in sorted(here)) or found.reason
+            there = ", ".join(f"{key} ({uuid})" for key, uuid in sorted(here)) or reason
             message = (
                 f"{name}: stage {stage.stage} is planned for {stage.device} ({stage.device_key}), but there "
                 f"are {there}; make the plan again"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from strata_coord.coordinator.doctor import Check
+from strata_coord.coordinator.doctor_cuda import check_cupy, check_gpus, check_memlock, check_torch
 
 INSTALL: Final = "pip install -c constraints/cpu.txt -e . in a clone of strata-coord"
 NEEDED: Final = (
@@ -50,48 +51,6 @@ def check_packages() -> Check:
     if missing:
         return Check(name="packages", status="fail", text=f"missing: {', '.join(missing)}", remedy=INSTALL)
     return Check(name="packages", status="ok", text=f"all {len(NEEDED)} are installed")
-
-
-def check_torch() -> Check:
-    """Which torch is installed, told from its files without loading it."""
-    version = _version("torch")
-    if version is None:
-        return Check(name="torch", status="fail", text="not installed", remedy=INSTALL)
-    spec = importlib.util.find_spec("torch")
-    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
-    if not folders:
-        text = f"{version} is listed, but its files are gone"
-        return Check(name="torch", status="fail", text=text, remedy=f"pip uninstall torch, then {INSTALL}")
-    cuda = cuda_version(_read(Path(folders[0]) / "version.py"))
-    if cuda is None and _gpus():
-        text = f"{version}, a CPU build, beside {len(_gpus())} NVIDIA GPU(s)"
-        remedy = "this version runs on the CPU only; a CUDA build is not needed yet"
-        return Check(name="torch", status="ok", text=text, remedy=remedy)
-    kind = "a CPU build" if cuda is None else f"a build for CUDA {cuda}; stages run on the CPU all the same"
-    return Check(name="torch", status="ok", text=f"{version}, {kind}")
-
-
-def check_cupy() -> Check:
-    """At most one of the cupy packages: two of them overwrite each other's files."""
-    installed = sorted(
-        {
-            name
-            for distribution in metadata.distributions()
-            if (name := (distribution.metadata["Name"] or "").lower().replace("_", "-")) == "cupy"
-            or name.startswith(("cupy-cuda", "cupy-rocm"))
-        }
-    )
-    if len(installed) > 1:
-        remedy = f"pip uninstall {' '.join(installed)}, then install the one for your CUDA version"
-        return Check(
-            name="cupy", status="fail", text=f"installed twice: {', '.join(installed)}", remedy=remedy
-        )
-    text = (
-        f"{installed[0]} {_version(installed[0])}"
-        if installed
-        else "not installed, and not needed on the CPU"
-    )
-    return Check(name="cupy", status="ok", text=text)
 
 
 def check_dequantiser() -> Check:
@@ -175,13 +134,6 @@ def check_memory() -> Check:
     return Check(name="memory", status="ok", text=text)
 
 
-def check_memlock() -> Check:
-    """The limit of locked memory. CPU stages lock nothing."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    amount = "no limit" if soft == resource.RLIM_INFINITY else f"{soft / 2**20:.0f} MiB"
-    return Check(name="memlock", status="ok", text=f"{amount}; CPU stages lock no memory")
-
-
 def check_open_files() -> Check:
     """Room for the descriptors of all stages."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -258,6 +210,7 @@ CHECKS: Final[tuple[tuple[str, Callable[[], Check]], ...]] = (
     ("packages", check_packages),
     ("torch", check_torch),
     ("cupy", check_cupy),
+    ("gpus", check_gpus),
     ("dequantiser", check_dequantiser),
     ("import path", check_shadow),
     ("cpus", check_nodes),
@@ -272,28 +225,8 @@ CHECKS: Final[tuple[tuple[str, Callable[[], Check]], ...]] = (
 )
 
 
-def cuda_version(version_file: str) -> str | None:
-    """Return the CUDA version that torch's version.py names, or None for a CPU build."""
-    found = re.search(r"^cuda\b[^=\n]*=\s*['\"]([^'\"]+)['\"]", version_file, flags=re.MULTILINE)
-    return found.group(1) if found else None
-
-
 def _version(name: str) -> str | None:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _gpus() -> list[Path]:
-    try:
-        return list(Path("/proc/driver/nvidia/gpus").iterdir())
-    except OSError:
-        return []
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return ""

@@ -119,7 +119,8 @@ def make_plan(
     plan = launch_plan_from_json(options.plan_file.read_text(encoding="utf-8"))
     check_plan_fits(plan, model, name=str(options.plan_file))
     if any(stage.device_key for stage in plan.stages):
-        check_planned_devices(plan, usable_devices(num_nodes=1), name=str(options.plan_file))
+        found = usable_devices(num_nodes=1)
+        check_planned_devices(plan, found.devices, reason=found.reason, name=str(options.plan_file))
     lock_cards(locks, config, [stage.device_key for stage in plan.stages])
     return plan
 

@@ -6,7 +6,6 @@ import pytest
 from planning_fakes import MIB, fake_config, fake_device, fake_model, fake_rig
 
 from strata_coord.coordinator.device_choice import PROCESS_BYTES, check_planned_devices, choose_devices
-from strata_coord.coordinator.gpus import FoundDevices
 from strata_coord.coordinator.plan import LaunchPlan, StagePlan, launch_plan_from_json, to_json
 from strata_coord.coordinator.planner import plan_launch, stage_assignment
 from strata_coord.ipc.errors import BindingError, ConfigError, PlanError
@@ -76,13 +75,13 @@ def test_a_card_that_is_not_here_is_refused_with_those_that_are(name, devices, s
 
 def test_a_saved_plan_keeps_to_its_cards():
     plan = launch_plan_from_json(to_json(launch(device="auto")))
-    check_planned_devices(plan, FoundDevices(devices=TWO), name="p.json")
+    check_planned_devices(plan, TWO, reason="", name="p.json")
     swapped = (replace(TWO[1], device=0), replace(TWO[0], device=1))
-    for found in (FoundDevices(devices=swapped), FoundDevices(reason="no NVIDIA driver")):
+    for found in (swapped, ()):
         with pytest.raises(
             BindingError, match=r"p\.json: stage 0 is planned for cuda:0 .*; make the plan again"
         ):
-            check_planned_devices(plan, found, name="p.json")
+            check_planned_devices(plan, found, reason="no NVIDIA driver", name="p.json")
 
 
 # --- arithmetic --------------------------------------------------------------------------------------------

@@ -94,29 +94,6 @@ def test_a_missing_dequantiser_is_named_with_what_installs_it(monkeypatch: pytes
     assert found.remedy == "pip install 'libgguf>=0.2.2,<0.3'"
 
 
-@pytest.mark.parametrize(
-    ("text", "cuda"),
-    [
-        ("__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\n", None),
-        ("__version__ = '2.11.0+cu130'\ncuda: Optional[str] = '13.0'\nhip = None\n", "13.0"),
-        ('cuda = "12.6"\n', "12.6"),
-        ("", None),
-    ],
-)
-def test_the_build_of_torch_is_read_from_its_version_file(text: str, cuda: str | None) -> None:
-    assert doctor_checks.cuda_version(text) == cuda
-
-
-def test_two_cupy_packages_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ["cupy_cuda13x", "cupy-cuda12x", "cupy-cuda12x", "cupyx-something", "torch"]
-    listed = [SimpleNamespace(metadata={"Name": name}) for name in names]
-    monkeypatch.setattr(metadata, "distributions", lambda: iter(listed))
-    found = doctor_checks.check_cupy()
-    assert found.status == "fail"
-    assert "cupy-cuda12x, cupy-cuda13x" in found.text
-    assert "pip uninstall" in found.remedy
-
-
 def test_numactl_missing_and_refused_are_different_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda _: None)
     missing = doctor_checks.check_numactl()
