@@ -32,6 +32,11 @@ _VALUES_PER_THREAD = 8
 _MAX_BLOCKS = 65_536  # a grid-stride loop does the rest; enough to fill any card many times over
 
 
+def has_kernel(ggml_type: int) -> bool:
+    """Whether a CUDA kernel expands this type; the others are expanded by torch, on the device too."""
+    return block_format(ggml_type).name in CUDA_FORMATS
+
+
 def dequantize_cuda(raw: torch.Tensor, ggml_type: int, out: torch.Tensor) -> torch.Tensor:
     """Write the values of raw into out and return it, on the current stream, allocating nothing.
 

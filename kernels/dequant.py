@@ -11,18 +11,28 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from strata_coord.kernels import expand_codebook, expand_k, expand_simple, expand_sixteen, native_dequant
+from strata_coord.kernels import (
+    cuda_dequant,
+    expand_codebook,
+    expand_k,
+    expand_simple,
+    expand_sixteen,
+    native_dequant,
+)
 from strata_coord.kernels.formats import block_format, num_bytes, type_id
+
+OUT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def dequantize(
     raw: Tensor, ggml_type: int, shape: int | Sequence[int], *, out: Tensor | None = None
 ) -> Tensor:
-    """Return the float32 values of a tensor's bytes.
+    """Return the values of a tensor's bytes, float32 or of out's type.
 
     raw is uint8, contiguous, exactly the bytes of the tensor, at any alignment; shape is in torch order (an
-    int is a 1-D shape). With out (float32, contiguous, as many values) the compiled library allocates
-    nothing; torch allocates the unpacked bits, and for codebook types signs of out's size.
+    int is a 1-D shape). With out (contiguous, as many values; float32, or a 16-bit type to round to) the
+    compiled library and the CUDA kernels allocate nothing; torch allocates the unpacked bits, and for
+    codebook types signs of out's size.
 
     Raises:
         ValueError: the type cannot be expanded here, or bytes, shape and out do not agree.
@@ -41,9 +51,14 @@ def dequantize(
         raise ValueError(message)
     if out is None:
         out = torch.empty(sizes, dtype=torch.float32, device=raw.device)
-    elif out.numel() != elements or out.dtype != torch.float32 or not out.is_contiguous():
-        message = f"out must be {elements} contiguous float32 values, got {out.numel()} of {out.dtype}"
+    elif out.numel() != elements or out.dtype not in OUT_TYPES or not out.is_contiguous():
+        message = f"out must be {elements} contiguous floats, got {out.numel()} of {out.dtype}"
         raise ValueError(message)
+    if raw.is_cuda and cuda_dequant.has_kernel(ggml_type):
+        return cuda_dequant.dequantize_cuda(raw, ggml_type, out.view(-1)).view(sizes)
+    if out.dtype != torch.float32:
+        out.copy_(dequantize(raw, ggml_type, elements).view(out.shape))
+        return out.view(sizes)
     native = native_dequant.choose(ggml_type, elements, expand) if raw.is_cpu else None
     if native is not None:
         native(raw, out)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from strata_coord.kernels.linear import linear
 from strata_coord.kernels.norm import group_rms_norm
 
 
@@ -26,11 +27,11 @@ def read_streams(
     Both divisions by the number of streams come before the non-linearity.
     """
     normed_TW = group_rms_norm(rows_TW, gamma_W, num_streams, eps)
-    low_TR = functional.silu(functional.linear(normed_TW, down_RW).div_(num_streams), inplace=True)
-    gate_TW = torch.sigmoid_(functional.linear(low_TR, up_WR))
+    low_TR = functional.silu(linear(normed_TW, down_RW).div_(num_streams), inplace=True)
+    gate_TW = torch.sigmoid_(linear(low_TR, up_WR))
     write_TN = None
     if inject_NW is not None:
-        write_TN = torch.sigmoid_(functional.linear(normed_TW, inject_NW).div_(num_streams)).mul_(2.0)
+        write_TN = torch.sigmoid_(linear(normed_TW, inject_NW).div_(num_streams)).mul_(2.0)
     return gate_TW.mul_(normed_TW).view(len(rows_TW), num_streams, -1).mean(1), write_TN
 
 

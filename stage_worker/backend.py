@@ -47,6 +47,9 @@ class Backend(Protocol):
     def empty(self, num_bytes: int) -> torch.Tensor:
         """Uninitialised device memory, uint8 [num_bytes]."""
 
+    def pin(self, memory: torch.Tensor) -> str | None:
+        """Make host memory fast to copy from, if that helps here; returns why it could not be done."""
+
     def compute_stream(self) -> Stream:
         """The stream that the walk's kernels run on."""
 
@@ -173,6 +176,11 @@ class CpuBackend:
     def empty(self, num_bytes: int) -> torch.Tensor:
         """Uninitialised host memory, uint8 [num_bytes]."""
         return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def pin(self, memory: torch.Tensor) -> str | None:
+        """Nothing to do: the processor reads any memory alike."""
+        del memory
+        return None
 
     def compute_stream(self) -> Stream:
         """The calling thread."""

@@ -82,6 +82,21 @@ class CudaBackend:
         """Uninitialised device memory, uint8 [num_bytes]."""
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
+    def pin(self, memory: torch.Tensor) -> str | None:
+        """Register host memory with CUDA, so that the copy engine reads it directly.
+
+        Memory that is refused still works: torch copies it through buffers of its own, at a fraction of the
+        link's rate. The registration ends with the process.
+        """
+        from cupy.cuda import runtime
+
+        try:
+            runtime.hostRegister(memory.data_ptr(), memory.numel(), 0)
+        except runtime.CUDARuntimeError as error:
+            gib = memory.numel() / (1 << 30)
+            return f"arena of {gib:.1f} GiB is pageable, pinning was refused: {error}; raise memlock"
+        return None
+
     def compute_stream(self) -> Stream:
         """The stream that is current on the walk's thread."""
         return CudaStream(self._compute)

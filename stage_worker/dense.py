@@ -62,8 +62,10 @@ class DenseWeights:
         *,
         backend: Backend,
         reader: ByteReader,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
-        """groups: group name -> tensor key -> extent."""
+        """groups: group name -> tensor key -> extent. dtype: of expanded weights; fp32 tensors stay fp32."""
+        self._dtype = dtype
         self._backend = backend
         self._reader = reader
         self._batches = {name: _batches(extents) for name, extents in groups.items()}
@@ -94,7 +96,7 @@ class DenseWeights:
         return sum(batch.num_bytes for batches in self._batches.values() for batch in batches)
 
     def expand(self, group: str) -> Mapping[str, torch.Tensor]:
-        """The fp32 tensors of a group in torch shape, valid until the next call."""
+        """The tensors of a group in torch shape, valid until the next call."""
         expanded = self._expanded.get(group)
         if expanded is None:
             expanded = self._expanded[group] = self._views(group)
@@ -103,12 +105,14 @@ class DenseWeights:
         return expanded.tensors
 
     def rows(self, group: str, ids: torch.Tensor | slice) -> torch.Tensor:
-        """Rows of the one matrix of a group as fp32 [N, in]; ids: int64 [N], or a slice of rows."""
+        """Rows of the one matrix of a group, [N, in]; ids: int64 [N], or a slice of rows."""
         (batch,) = self._batches[group]
         ((_, extent),) = batch.extents.items()
         num_rows, in_features = extent.shape
         raw = batch.loaded().view(num_rows, -1)[ids]
-        return dequant.dequantize(raw.contiguous(), extent.ggml_type, (raw.shape[0], in_features))
+        dtype = torch.float32 if extent.ggml_type == F32 else self._dtype
+        out = torch.empty(raw.shape[0], in_features, dtype=dtype, device=raw.device)
+        return dequant.dequantize(raw.contiguous(), extent.ggml_type, tuple(out.shape), out=out)
 
     def num_rows(self, group: str) -> int:
         """Rows of the one matrix of a group."""
@@ -136,7 +140,7 @@ class DenseWeights:
         if scratch is None or scratch.numel() < elements:
             # Views of the smaller buffer would keep it alive; the other groups make theirs anew.
             self._expanded.clear()
-            scratch = torch.empty(elements, dtype=torch.float32, device=batch.loaded().device)
+            scratch = torch.empty(elements, dtype=self._dtype, device=batch.loaded().device)
             self._scratch[batch.ggml_type] = scratch
         return scratch[:elements]
 

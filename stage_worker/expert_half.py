@@ -60,7 +60,7 @@ def group_by_expert(ids_SK: torch.Tensor, weights_SK: torch.Tensor, *, num_exper
 class _Expansion:
     """Where the experts of one layer are expanded to. Views are made once: a token makes thousands else."""
 
-    runs: tuple[tuple[BlobRun, torch.Tensor], ...]  # fp32 scratch of each run
+    runs: tuple[tuple[BlobRun, torch.Tensor], ...]  # scratch of each run
     matrices: tuple[torch.Tensor, ...]  # gate, up and down as they lie in the scratch
 
 
@@ -76,7 +76,10 @@ class ExpertHalf:
         clock: ActivityClock,
         counters: TransferCounters,
         group_rows: int,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
+        """dtype: of expanded experts and of their products' operands; sums are fp32."""
+        self._dtype = dtype
         self._tiers = tiers
         self._stager = stager
         self._compute = compute
@@ -146,7 +149,7 @@ class ExpertHalf:
         """Return gate, up and down of an expert, valid until the next call."""
         expansion = self._expansions.get(layout.layer)
         if expansion is None:
-            self._expansions = _expansions(self._tiers.layouts.values(), blob.device)
+            self._expansions = _expansions(self._tiers.layouts.values(), self._dtype, blob.device)
             expansion = self._expansions[layout.layer]
         for run, scratch in expansion.runs:
             dequant.dequantize(
@@ -158,14 +161,16 @@ class ExpertHalf:
         return expansion.matrices
 
 
-def _expansions(layouts: Collection[BlobLayout], device: torch.device) -> dict[int, _Expansion]:
+def _expansions(
+    layouts: Collection[BlobLayout], dtype: torch.dtype, device: torch.device
+) -> dict[int, _Expansion]:
     """Take scratch that the largest expert fits in, and return each layer's views of it."""
     sizes: dict[str, int] = {}
     for layout in layouts:
         for run in layout.runs:
             name = run.parts[0].name
             sizes[name] = max(sizes.get(name, 0), run.num_elements)
-    scratch = {name: torch.empty(size, dtype=torch.float32, device=device) for name, size in sizes.items()}
+    scratch = {name: torch.empty(size, dtype=dtype, device=device) for name, size in sizes.items()}
     return {layout.layer: _expansion(layout, scratch) for layout in layouts}
 
 

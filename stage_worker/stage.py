@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from strata_coord.ipc.assignment import StageAssignment, TensorExtent
+from strata_coord.ipc.assignment import ComputeDtype, StageAssignment, TensorExtent
 from strata_coord.ipc.errors import InvariantError
 from strata_coord.ipc.messages import NotFinite, SampledToken, Segment, SuperChunk
 from strata_coord.stage_worker.backend import Backend, CpuBackend
@@ -34,6 +34,8 @@ EMBEDDING = "token_embd.weight"
 OUTPUT = "output.weight"
 NGRAM_TABLE = "per_layer_token_embd.weight"
 EMBEDDING_GROUP = "embedding"
+
+WEIGHTS_DTYPES: dict[ComputeDtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 Progress = Callable[[str, int, int], None]  # what is loading, bytes done, bytes in all
 
@@ -119,7 +121,8 @@ class Stage:
             check_shapes(groups[layer_group(layer)], self._family.layers[layer].dense_tensors())
         if self.is_last:
             check_shapes(groups[HEAD_GROUP], self._family.head_tensors())
-        self._dense = DenseWeights(groups, backend=self.backend, reader=self._reader)
+        weights_dtype = WEIGHTS_DTYPES[assignment.compute_dtype]
+        self._dense = DenseWeights(groups, backend=self.backend, reader=self._reader, dtype=weights_dtype)
         self._head = Head(family=self._family, dense=self._dense) if self.is_last else None
         self._embedding: DenseWeights | None = None
         if self.is_first:
@@ -157,6 +160,7 @@ class Stage:
                 clock=self.clock,
                 counters=self.counters,
                 group_rows=assignment.expert_group_rows,
+                dtype=weights_dtype,
             ),
             stager=self._stager,
             states=self._states,
@@ -237,6 +241,8 @@ class Stage:
                 self._head.write_logits(super_chunk, rows_SW, logits_files or {})
                 drawn = self._head.sample(super_chunk, rows_SW)
                 tokens = [token for token in drawn if token.sequence not in self._lost]
+            # A super-chunk counts as done when the device has done it; the host runs ahead until here.
+            self.compute.record().wait()
         return SuperChunkResult(
             cancelled=not finished and bool(super_chunk.segments),
             tokens=tuple(tokens),

@@ -115,13 +115,15 @@ class Worker:
         self._reporter = reporter
         reporter.phase(StagePhase.LOADING)
         started_ns = self._clock.snapshot().now_ns
+        backend, arena = self._backend(assignment), self._arena()
+        notes = [] if arena is None else [note for note in (backend.pin(arena),) if note is not None]
         stage = Stage(
             assignment,
             observer=reporter,
             clock=self._clock,
             counters=self._counters,
-            arena=self._arena(),
-            backend=self._backend(assignment),
+            arena=arena,
+            backend=backend,
         )
         print(f"dequantiser: {native_dequant.describe()}", file=sys.stderr)  # into the worker's log
         stage.load(progress=lambda _what, _done, _total: self._status.advance())
@@ -138,6 +140,7 @@ class Worker:
                 arena_bytes=stage.arena_bytes(),
                 load_file_read=self._counters.snapshot().file_read,
                 load_seconds=(loaded_ns - started_ns) / 1e9,
+                notes=tuple(notes),
             )
         )
 

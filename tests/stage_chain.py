@@ -24,6 +24,7 @@ from strata_coord.ipc.messages import (
     StateOperation,
     SuperChunk,
 )
+from strata_coord.stage_worker.backend import Backend, CpuBackend
 from strata_coord.stage_worker.stage import Stage, SuperChunkResult
 
 
@@ -91,6 +92,8 @@ class StageChain:
         kv_dtype: KvDtype = "fp32",
         kv_pool_tokens: int | None = None,
         max_snapshots: int = 8,
+        compute_dtype: ComputeDtype = "fp32",
+        backend: Callable[[], Backend] = CpuBackend,
     ) -> None:
         self.index = load_model_index(path)
         self.sub_chunk_tokens = sub_chunk_tokens
@@ -111,8 +114,11 @@ class StageChain:
                     kv_dtype=kv_dtype,
                     kv_pool_tokens=kv_pool_tokens or max_sequences * context_tokens,
                     max_snapshots=max_snapshots,
+                    compute_dtype=compute_dtype,
+                    compute_dtype=compute_dtype,
                 ),
                 observer=self.logs[stage],
+                backend=backend(),
             )
             for stage in range(len(edges) - 1)
         ]
@@ -285,6 +291,7 @@ def assignment(
     kv_dtype: KvDtype,
     kv_pool_tokens: int,
     max_snapshots: int,
+    compute_dtype: ComputeDtype = "fp32",
 ) -> StageAssignment:
     """One stage's assignment, every choice made by hand."""
     first, last = edges[stage], edges[stage + 1]
@@ -313,6 +320,7 @@ def assignment(
         kv_pool_tokens=kv_pool_tokens,
         max_sequences=max_sequences,
         max_snapshots=max_snapshots,
+        compute_dtype=compute_dtype,
         context_tokens=context_tokens,
     )
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from strata_coord.ipc.assignment import AttentionGeometry, ModelGeometry, YarnGeometry
 from strata_coord.kernels.attention import causal_attention
+from strata_coord.kernels.linear import linear
 from strata_coord.kernels.norm import rms_norm
 from strata_coord.kernels.rope import rotary_table, rotate, rotate_neighbours, yarn_frequencies
 from strata_coord.stage_worker.models.family import LayerWeights, SegmentRows, TensorShapes, require_tensor
@@ -101,12 +101,12 @@ class Attention:
         q_bias, k_bias, v_bias = (
             self._projections(weights, "bias") if self.geometry.projection_biases else (None, None, None)
         )
-        q = functional.linear(x_TD, q_weight, q_bias).view(rows, self.geometry.num_heads, -1)
+        q = linear(x_TD, q_weight, q_bias).view(rows, self.geometry.num_heads, -1)
         gate = None
         if self.geometry.gated:
             q, gate = torch.split(q, head_dim, dim=-1)
-        k = functional.linear(x_TD, k_weight, k_bias).view(rows, self.geometry.num_kv_heads, head_dim)
-        v = functional.linear(x_TD, v_weight, v_bias).view(rows, self.geometry.num_kv_heads, head_dim)
+        k = linear(x_TD, k_weight, k_bias).view(rows, self.geometry.num_kv_heads, head_dim)
+        v = linear(x_TD, v_weight, v_bias).view(rows, self.geometry.num_kv_heads, head_dim)
         if self.geometry.head_norms:
             q = rms_norm(q, require_tensor(weights, "attn_q_norm.weight", self.layer), self.eps)
             k = rms_norm(k, require_tensor(weights, "attn_k_norm.weight", self.layer), self.eps)
@@ -123,7 +123,7 @@ class Attention:
             out.mul_(torch.sigmoid(gate))
         output = require_tensor(weights, "attn_output.weight", self.layer)
         bias = require_tensor(weights, "attn_output.bias", self.layer) if self.geometry.output_bias else None
-        return functional.linear(out.view(rows, -1), output, bias)
+        return linear(out.view(rows, -1), output, bias)
 
     def attend(self, x_TD: Tensor, q_TQD: Tensor, segment: SegmentRows, weights: LayerWeights) -> Tensor:
         """Return the attention [rows of the segment, heads, head dim]; the segment's keys are stored already.

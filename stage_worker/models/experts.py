@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from strata_coord.ipc.assignment import ModelGeometry
 from strata_coord.kernels.expert_mlp import clamped_swiglu, swiglu
+from strata_coord.kernels.linear import linear
 from strata_coord.kernels.router import route
 from strata_coord.stage_worker.models.family import (
     ExpertHalfInput,
@@ -99,7 +99,7 @@ class Experts:
         if self.experts.shared_gate:
             # The gate's row is stored as [D] or [1, D].
             gate_1D = self._weight(weights, "ffn_gate_inp_shexp.weight").view(1, -1)
-            out_TD.mul_(torch.sigmoid(functional.linear(x_TD, gate_1D)))
+            out_TD.mul_(torch.sigmoid(linear(x_TD, gate_1D)))
         return out_TD
 
     def mlp(self, weights: LayerWeights) -> ExpertMlp:

@@ -13,6 +13,7 @@ from torch.nn import functional
 from strata_coord.ipc.assignment import DeltaNetGeometry, ModelGeometry
 from strata_coord.kernels.causal_conv import causal_conv_silu
 from strata_coord.kernels.gated_delta import gated_delta
+from strata_coord.kernels.linear import linear
 from strata_coord.kernels.norm import rms_norm
 from strata_coord.stage_worker.models.family import LayerWeights, SegmentRows, TensorShapes, require_tensor
 
@@ -77,7 +78,7 @@ class GatedDeltaNet:
         normed = rms_norm(out_THV, weight("ssm_norm.weight"), self.eps)
         gate = gate_TV.view_as(normed)
         activation = torch.sigmoid if self.delta.output_gate == "sigmoid" else functional.silu
-        return functional.linear((normed * activation(gate)).view(rows, -1), weight("ssm_out.weight"))
+        return linear((normed * activation(gate)).view(rows, -1), weight("ssm_out.weight"))
 
     def _projected(self, x_TD: Tensor, weights: LayerWeights) -> tuple[Tensor, Tensor]:
         """Return the rows of queries, keys and values [T, C], and the output gate's [T, V].
@@ -89,10 +90,10 @@ class GatedDeltaNet:
         if legacy is None or "attn_qkv.weight" in weights:
             qkv = require_tensor(weights, "attn_qkv.weight", self.layer)
             gate = require_tensor(weights, "attn_gate.weight", self.layer)
-            return functional.linear(x_TD, qkv), functional.linear(x_TD, gate)
+            return linear(x_TD, qkv), linear(x_TD, gate)
         rows, key_heads, dim = x_TD.shape[0], self.delta.num_key_heads, self.delta.head_dim
         values = self.value_width // key_heads
-        heads = functional.linear(x_TD, legacy).view(rows, key_heads, -1)
+        heads = linear(x_TD, legacy).view(rows, key_heads, -1)
         q, k, v, gate = torch.split(heads, [dim, dim, values, values], dim=-1)
         return torch.cat([part.reshape(rows, -1) for part in (q, k, v)], dim=1), gate.reshape(rows, -1)
 
@@ -105,7 +106,7 @@ class GatedDeltaNet:
         if joint is None or "ssm_beta.weight" in weights:
             beta = require_tensor(weights, "ssm_beta.weight", self.layer)
             alpha = require_tensor(weights, "ssm_alpha.weight", self.layer)
-            return functional.linear(x_TD, beta), functional.linear(x_TD, alpha)
+            return linear(x_TD, beta), linear(x_TD, alpha)
         rows, key_heads = x_TD.shape[0], self.delta.num_key_heads
-        heads = functional.linear(x_TD, joint).view(rows, key_heads, 2, -1)
+        heads = linear(x_TD, joint).view(rows, key_heads, 2, -1)
         return heads[:, :, 0].reshape(rows, -1), heads[:, :, 1].reshape(rows, -1)

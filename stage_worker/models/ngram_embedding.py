@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from strata_coord.ipc.assignment import HyperConnectionGeometry, ModelGeometry, NgramGeometry
 from strata_coord.ipc.errors import ModelError
 from strata_coord.kernels.causal_conv import causal_conv_silu
+from strata_coord.kernels.linear import linear
 from strata_coord.kernels.ngram import ngram_rows
 from strata_coord.kernels.norm import group_rms_norm
 from strata_coord.stage_worker.models.family import (
@@ -69,11 +69,11 @@ class NgramEmbedding:
 
         rows, streams = rows_TW.shape[0], self.num_streams
         e_TE = self._embeddings(segments).to(rows_TW.device)
-        k = group_rms_norm(functional.linear(e_TE, weight("key")), weight("norm_key"), streams, self.eps)
+        k = group_rms_norm(linear(e_TE, weight("key")), weight("norm_key"), streams, self.eps)
         q = group_rms_norm(rows_TW, weight("norm_query"), streams, self.eps)
         dot_TN = (k * q).view(rows, streams, -1).sum(-1) / math.sqrt(self.hidden_size)
         gate_TN = torch.sigmoid_(dot_TN.sign() * dot_TN.abs().clamp_min(GATE_FLOOR).sqrt())
-        v_TD = functional.linear(e_TE, weight("value"))
+        v_TD = linear(e_TE, weight("value"))
         y_TW = (gate_TN.unsqueeze(-1) * v_TD.unsqueeze(1)).view(rows, -1)
         u_TW = group_rms_norm(y_TW, weight("norm_conv"), streams, self.eps)
         rows_TW.add_(y_TW)

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from strata_coord.ipc.assignment import ModelGeometry, SparseAttentionGeometry
 from strata_coord.kernels.attention import attend, query_tiles
 from strata_coord.kernels.block_select import block_scores, select_blocks, visible_tokens
+from strata_coord.kernels.linear import linear
 from strata_coord.kernels.norm import rms_norm
 from strata_coord.kernels.rope import rotate
 from strata_coord.kernels.selected_attention import attend_selected, gather_tile_rows, selected_positions
@@ -59,7 +59,7 @@ class SparseAttention(Attention):
 
     def mix(self, x_TD: Tensor, segments: Sequence[SegmentRows], weights: LayerWeights) -> Tensor:
         """Return y [T, D]; keys, values and block keys of the rows join their sequences' states."""
-        raw_TI = functional.linear(x_TD, require_tensor(weights, "indexer.k_proj.weight", self.layer))
+        raw_TI = linear(x_TD, require_tensor(weights, "indexer.k_proj.weight", self.layer))
         for segment in segments:
             # Before the attention, which advances the layer's position: a query's own block may be complete.
             segment.state.reserve(segment.first_position + segment.count)
@@ -138,7 +138,7 @@ class SparseAttention(Attention):
         return select_blocks(scores_TM, complete_T, self.sparse.budget_tokens // self.block)
 
     def _index_queries(self, x_TD: Tensor, segment: SegmentRows, weights: LayerWeights) -> Tensor:
-        q = functional.linear(x_TD, require_tensor(weights, "indexer.q_proj.weight", self.layer))
+        q = linear(x_TD, require_tensor(weights, "indexer.q_proj.weight", self.layer))
         q = q.view(x_TD.shape[0], self.sparse.num_heads, self.sparse.head_dim)
         q = rms_norm(q, require_tensor(weights, "indexer.q_norm.weight", self.layer), self.eps)
         cos, sin = self.rotary.of_rows([segment], x_TD.device)
