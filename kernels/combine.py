@@ -50,7 +50,9 @@ def add_in_order(
     """
     rows, hidden = sum_SD.shape
     if sum_SD.dtype != torch.float32 or not sum_SD.is_contiguous() or y_nD.shape[1] != hidden:
-        message = f"sum must be contiguous float32 [S, {y_nD.shape[1]}], got {list(sum_SD.shape)} {sum_SD.dtype}"
+        message = (
+            f"sum must be contiguous float32 [S, {y_nD.shape[1]}], got {list(sum_SD.shape)} {sum_SD.dtype}"
+        )
         raise ValueError(message)
     if inverse_SK.shape != weights_SK.shape or inverse_SK.shape[0] != rows:
         message = f"places {list(inverse_SK.shape)} and weights {list(weights_SK.shape)} for {rows} rows"

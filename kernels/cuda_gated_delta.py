@@ -152,7 +152,9 @@ def recurrent_gated_delta_triton(
             message = f"{name}: the last two axes of {list(x.shape)} are not contiguous, strides {x.stride()}"
             raise ValueError(message)
     if rows and not g_TH.stride(1) == beta_TH.stride(1) == 1 and heads > 1:
-        message = f"g and beta: the last axis is not contiguous, strides {g_TH.stride()} and {beta_TH.stride()}"
+        message = (
+            f"g and beta: the last axis is not contiguous, strides {g_TH.stride()} and {beta_TH.stride()}"
+        )
         raise ValueError(message)
     if not rows:
         return

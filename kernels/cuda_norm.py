@@ -44,7 +44,11 @@ def rms_norm_cuda(
     if out3.shape != x3.shape or (gate3 is not None and gate3.shape != x3.shape):
         message = f"x {list(x.shape)} goes to out {list(out.shape)} with another shape"
         raise ValueError(message)
-    if weight.shape[-1] != dim or (weight.dim() == 2 and weight.shape[0] != heads) or not weight.is_contiguous():
+    if (
+        weight.shape[-1] != dim
+        or (weight.dim() == 2 and weight.shape[0] != heads)
+        or not weight.is_contiguous()
+    ):
         message = f"weight {list(weight.shape)} for rows of {heads} x {dim}"
         raise ValueError(message)
     if not x3.numel():

@@ -110,7 +110,11 @@ def grouped_swiglu(
             f"down {list(down_GDF.shape)}"
         )
         raise ValueError(message)
-    if x_SD.shape[1] != hidden or x_SD.stride(1) != 1 or not x_SD.dtype == gate_up_GFD.dtype == down_GDF.dtype:
+    if (
+        x_SD.shape[1] != hidden
+        or x_SD.stride(1) != 1
+        or not x_SD.dtype == gate_up_GFD.dtype == down_GDF.dtype
+    ):
         message = f"rows {list(x_SD.shape)} of {x_SD.dtype} for weights of {hidden} and {gate_up_GFD.dtype}"
         raise ValueError(message)
     if not (gate_up_GFD.is_contiguous() and down_GDF.is_contiguous()) or offsets_G1.dtype != torch.int32:
@@ -168,7 +172,16 @@ def _by_grouped_mm(
     capacity = scratch.y_nD.shape[0]
     block = min(power_of_two(hidden), 2048)
     rows.gather_rows_kernel[(capacity, -(-hidden // block))](
-        x_SD, tokens_P, offsets_G1, scratch.x_nD, skip_rows, capacity, groups, hidden, x_SD.stride(0), BLOCK=block
+        x_SD,
+        tokens_P,
+        offsets_G1,
+        scratch.x_nD,
+        skip_rows,
+        capacity,
+        groups,
+        hidden,
+        x_SD.stride(0),
+        BLOCK=block,
     )
     torch.sub(offsets_G1[1:], offsets_G1[:1], out=scratch.ends_G)
     scratch.ends_G.sub_(skip_rows).clamp_(0, capacity)

@@ -32,7 +32,9 @@ def causal_conv_kernel(
             x + source[:, None] * x_stride + c[None, :], mask=is_row & is_c & is_here, other=0.0
         ).to(tl.float32)
         before = tl.load(
-            history + (source + LENGTH)[:, None] * C + c[None, :], mask=is_row & is_c & (source < 0)[:, None], other=0.0
+            history + (source + LENGTH)[:, None] * C + c[None, :],
+            mask=is_row & is_c & (source < 0)[:, None],
+            other=0.0,
         )
         w = tl.load(weight + c * TAPS + tap, mask=c < C, other=0.0).to(tl.float32)
         total += tl.where(is_here, value, before) * w[None, :]

@@ -91,7 +91,9 @@ def norm_rotate_kernel(
     rest_mask = is_row & (rest_d < D)[None, :]
     rest = tl.load(x_rows + rest_d[None, :], mask=rest_mask, other=0.0).to(tl.float32)
     if NORM:
-        squares = tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1) + tl.sum(rest * rest, axis=1)
+        squares = (
+            tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1) + tl.sum(rest * rest, axis=1)
+        )
         scale = tl.rsqrt(squares / D + eps)[:, None]
         first *= scale * tl.load(weight + one, mask=r < R, other=0.0).to(tl.float32)[None, :]
         second *= scale * tl.load(weight + two, mask=r < R, other=0.0).to(tl.float32)[None, :]
@@ -107,7 +109,17 @@ def norm_rotate_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def sigmoid_gate_kernel(
-    x, gate, num_rows, H, x_stride_t, x_stride_h, gate_stride_t, gate_stride_h, D, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    x,
+    gate,
+    num_rows,
+    H,
+    x_stride_t,
+    x_stride_h,
+    gate_stride_t,
+    gate_stride_h,
+    D,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """x *= sigmoid(gate), in place."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

@@ -93,7 +93,9 @@ def select_blocks_kernel(
 
 
 @triton.jit
-def _absorb(q, k_place, v_place, token, is_seen, scale, highest, total, out, d, D: tl.constexpr, k_stride, v_stride):
+def _absorb(
+    q, k_place, v_place, token, is_seen, scale, highest, total, out, d, D: tl.constexpr, k_stride, v_stride
+):
     """One step of the online softmax over tokens that some query of the tile sees."""
     is_token = (tl.max(is_seen.to(tl.int32), axis=0) > 0)[:, None] & (d < D)[None, :]
     key = tl.load(k_place + token[:, None] * k_stride + d[None, :], mask=is_token, other=0.0)
@@ -175,9 +177,23 @@ def attend_blocks_kernel(
     last_position = first_position + tl.minimum(tile * TQ + TQ, num_rows) - 1
     for first in range(first_tail, last_position + 1, BK):
         token = first + e
-        is_seen = (token[None, :] >= tail[:, None]) & (token[None, :] <= position[:, None]) & is_query[:, None]
+        is_seen = (
+            (token[None, :] >= tail[:, None]) & (token[None, :] <= position[:, None]) & is_query[:, None]
+        )
         highest, total, acc = _absorb(
-            query, k_place, v_place, token.to(tl.int64), is_seen, scale, highest, total, acc, d, D, k_stride, v_stride
+            query,
+            k_place,
+            v_place,
+            token.to(tl.int64),
+            is_seen,
+            scale,
+            highest,
+            total,
+            acc,
+            d,
+            D,
+            k_stride,
+            v_stride,
         )
     acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]
     tl.store(out + place[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=mask)

@@ -17,7 +17,9 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
-@pytest.mark.parametrize(("rows", "columns", "taps", "dilation"), [(1, 20, 4, 1), (37, 150, 4, 1), (5, 9, 3, 3)])
+@pytest.mark.parametrize(
+    ("rows", "columns", "taps", "dilation"), [(1, 20, 4, 1), (37, 150, 4, 1), (5, 9, 3, 3)]
+)
 def test_convolution_moves_its_history(
     device: torch.device, rows: int, columns: int, taps: int, dilation: int
 ) -> None:
@@ -45,7 +47,9 @@ def inputs(rows: int, groups: int, heads: int, key: int, value: int, device: tor
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(device)
 
-    mixed = normal(rows, 2 * groups * key + heads * value)  # q, k and v lie in one row, as after the convolution
+    mixed = normal(
+        rows, 2 * groups * key + heads * value
+    )  # q, k and v lie in one row, as after the convolution
     q, k, v = mixed.split([groups * key, groups * key, heads * value], dim=1)
     g, beta = -torch.nn.functional.softplus(normal(rows, heads)), torch.sigmoid(normal(rows, heads))
     heads_of = (q.unflatten(1, (groups, key)), k.unflatten(1, (groups, key)), v.unflatten(1, (heads, value)))

@@ -46,7 +46,9 @@ class Case:
         self.gate_up = normal(len(counts), 2 * width, hidden, scale=hidden**-0.5)
         self.down = normal(len(counts), hidden, width, scale=width**-0.5)
 
-    def run(self, method: Method, *, capacity: int, first: int = 0, last: int | None = None, skip: int = 0) -> Tensor:
+    def run(
+        self, method: Method, *, capacity: int, first: int = 0, last: int | None = None, skip: int = 0
+    ) -> Tensor:
         last = len(self.counts) if last is None else last
         gate_up, down = self.gate_up[first:last], self.down[first:last]
         scratch = make_grouped_scratch(capacity, gate_up, method=method)
@@ -115,7 +117,9 @@ def test_the_choice_says_why() -> None:
     assert "cpu" in reason
 
 
-@pytest.mark.parametrize(("rows", "choices", "experts", "hidden"), [(9, 3, 5, 40), (4, 1, 2, 16), (3, 10, 12, 33)])
+@pytest.mark.parametrize(
+    ("rows", "choices", "experts", "hidden"), [(9, 3, 5, 40), (4, 1, 2, 16), (3, 10, 12, 33)]
+)
 def test_sum_is_that_of_the_reference_in_any_grouping(
     device: torch.device, rows: int, choices: int, experts: int, hidden: int
 ) -> None:

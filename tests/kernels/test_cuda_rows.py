@@ -132,7 +132,9 @@ def test_streams_are_read_and_written(device: torch.device, rows: int, dim: int)
 
 def test_the_head_reads_without_write_weights(device: torch.device) -> None:
     weights = stream_weights(device, 64, 8, 4)
-    head = StreamWeights(gamma_W=weights.gamma_W, down_RW=weights.down_RW, up_WR=weights.up_WR, inject_NW=None)
+    head = StreamWeights(
+        gamma_W=weights.gamma_W, down_RW=weights.down_RW, up_WR=weights.up_WR, inject_NW=None
+    )
     rows = normal(device, 3, 64)
     scratch = make_stream_scratch(3, head, 4)
     got, write = read_streams_cuda(
@@ -153,9 +155,7 @@ def test_no_rows_are_read_and_written(device: torch.device) -> None:
     assert write.shape == (0, 4)
 
 
-def routed(
-    device: torch.device, logits: Tensor, selected: int, **options: object
-) -> tuple[Tensor, Tensor]:
+def routed(device: torch.device, logits: Tensor, selected: int, **options: object) -> tuple[Tensor, Tensor]:
     ids = torch.full((logits.shape[0], selected), -1, dtype=torch.int32, device=device)
     weights = torch.full((logits.shape[0], selected), -1.0, device=device)
     route_logits_cuda(logits, selected, ids_TK=ids, weights_TK=weights, **options)  # type: ignore[arg-type]
@@ -172,7 +172,13 @@ def test_routes_are_those_of_the_reference(
     identity = torch.eye(experts, device=device)
     bias = normal(device, experts, seed=1) if biased else None
     selection = normal(device, experts, seed=2) * 0.1 if biased else None
-    options = {"bias_E": bias, "scores": scores, "selection_bias_E": selection, "renormalised": not biased, "scale": 2.5}
+    options = {
+        "bias_E": bias,
+        "scores": scores,
+        "selection_bias_E": selection,
+        "renormalised": not biased,
+        "scale": 2.5,
+    }
     want_ids, want_weights = route(logits, identity, selected, **options)  # type: ignore[arg-type]
     ids, weights = routed(device, logits, selected, **options)
     assert torch.equal(ids.long(), want_ids)

@@ -51,7 +51,13 @@ def test_blocks_are_those_of_the_reference(
     scratch = make_sparse_scratch(rows, num_blocks + 3, num_selected, tile=tile, device=device)
     scratch.scores_TM.fill_(1e9)  # what no tile wrote must not be read
     select_blocks_triton(
-        q.to(device), keys.to(device), first, block=block, num_selected=num_selected, tile=tile, scratch=scratch
+        q.to(device),
+        keys.to(device),
+        first,
+        block=block,
+        num_selected=num_selected,
+        tile=tile,
+        scratch=scratch,
     )
     assert torch.equal(selections(scratch, rows, num_blocks, tile), want)
 
