@@ -9,6 +9,7 @@ import torch
 
 from strata_coord.ipc.messages import NOT_FINITE, SampledToken, SamplingSettings, Segment, SuperChunk
 from strata_coord.kernels import sampling
+from strata_coord.kernels.linear import linear
 from strata_coord.stage_worker.dense import DenseWeights
 from strata_coord.stage_worker.models.family import Family
 
@@ -34,7 +35,7 @@ class Head:
         for start in range(0, self._vocabulary, VOCABULARY_BLOCK_ROWS):
             stop = min(start + VOCABULARY_BLOCK_ROWS, self._vocabulary)
             block = self._dense.rows(OUTPUT_GROUP, slice(start, stop))
-            logits_TV[:, start:stop] = x_TD @ block.T
+            logits_TV[:, start:stop] = linear(x_TD, block)
         return logits_TV
 
     def sample(self, super_chunk: SuperChunk, rows_SW: torch.Tensor) -> list[SampledToken]:
