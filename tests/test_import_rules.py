@@ -62,8 +62,8 @@ PURE = {
             "assignments", "budget", "chrome_trace", "config_checks", "cost_model",
             "device_choice", "device_facts", "launch_options", "launch_report", "pipeline",
             "plan", "plan_json", "planned_model", "planner", "printable", "prompt_planner", "requests", "rig",
-            "routes", "scheduler", "stage_costs", "stage_planner", "state_sizes", "super_chunks", "supervisor",
-            "telemetry", "terminal_text",
+            "routes", "scheduler", "stage_costs", "stage_planner", "state_sizes", "super_chunks",
+            "supervisor", "telemetry", "terminal_text",
         }
     ),
     "ipc": frozenset({"assignment", "errors", "link_side", "messages", "slots"}),

@@ -6,7 +6,7 @@ import handmade_gguf as made
 import pytest
 from planning_fakes import fake_config, fake_model, fake_rig
 
-from strata_coord.coordinator.budget import ExpertRoom, divide_expert_room
+from strata_coord.coordinator.budget import ExpertRoom, StageShape, divide_expert_room
 from strata_coord.coordinator.inspect_model import inspect
 from strata_coord.coordinator.model_index import ModelIndex, load_model_index
 from strata_coord.coordinator.planner import plan_launch
@@ -237,7 +237,8 @@ def test_layers_without_experts_have_none_in_any_tier() -> None:
 
 
 def test_a_stage_without_experts_keeps_the_smallest_window() -> None:
+    shape = StageShape(stage=0, first_layer=0, last_layer=2, is_first=True, is_last=False)
     room = divide_expert_room(
-        1000, ranked_bytes=(), ranked_layers=(), num_experts=16, slot_bytes=0, window_slots=None
+        1000, ranked_bytes=(), ranked_layers=(), num_experts=16, slot_bytes=0, window_slots=None, shape=shape
     )
     assert room == ExpertRoom(window_slots=2, num_resident=0)
