@@ -59,14 +59,20 @@ channel = socket.socket(fileno=arguments.channel_fd)
 """
 
 
-def test_a_worker_inherits_its_channel_and_lifeline_and_nothing_else(start: Start) -> None:
+def test_a_worker_inherits_its_channel_and_lifeline_and_nothing_else(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Cards are counted as the plan counts them, and those that the user hid stay hidden.
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")
     worker = start(
         READY
         + """
 listed = [int(fd) for fd in os.listdir("/proc/self/fd")]
 held = [fd for fd in listed if fd > 2 and os.path.exists(f"/proc/self/fd/{fd}")]  # not the listing's own
 print(sorted(held) == sorted([arguments.channel_fd, arguments.lifeline_fd]),
-      os.environ["OMP_NUM_THREADS"], os.getsid(0) == os.getpid(), sys.stdin.read() == "")
+      os.environ["OMP_NUM_THREADS"], os.environ["CUDA_DEVICE_ORDER"], os.environ["CUDA_VISIBLE_DEVICES"],
+      os.getsid(0) == os.getpid(), sys.stdin.read() == "")
 channel.send(b"done")
 os.read(arguments.lifeline_fd, 1)
 """
@@ -74,8 +80,8 @@ os.read(arguments.lifeline_fd, 1)
     wait_word(worker, "done")
     worker.close_channels()  # the end of the lifeline is what the worker waits for
     wait_end(worker)
-    assert worker.last_line() == "True 3 True True"
-    assert worker.exit_text("here") == "exited with status 0 here: True 3 True True"
+    assert worker.last_line() == "True 3 PCI_BUS_ID 1,0 True True"
+    assert worker.exit_text("here") == "exited with status 0 here: True 3 PCI_BUS_ID 1,0 True True"
     assert end_workers([worker], grace_s=0) == []
     worker.lifeline = -1
 
