@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from strata_coord.coordinator.model_index import ModelIndex, load_model_index
-from strata_coord.ipc.assignment import KV_PAGE_TOKENS, KvDtype, StageAssignment
+from strata_coord.ipc.assignment import KV_PAGE_TOKENS, ComputeDtype, KvDtype, StageAssignment
 from strata_coord.ipc.messages import (
     SampledToken,
     SamplingSettings,
@@ -114,7 +114,6 @@ class StageChain:
                     kv_dtype=kv_dtype,
                     kv_pool_tokens=kv_pool_tokens or max_sequences * context_tokens,
                     max_snapshots=max_snapshots,
-                    compute_dtype=compute_dtype,
                     compute_dtype=compute_dtype,
                 ),
                 observer=self.logs[stage],
