@@ -97,8 +97,12 @@ def _merged(q: Tensor, k: Tensor, v: Tensor, prefix: int) -> Tensor:
 
 
 def attend_with_lse(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """Return cuDNN's attention [T, Q, D] and its log-sum-exp, fp32 [Q, T]; q, k, v are [1, heads, rows, D]."""
-    out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False)[:2]
+    """Return cuDNN's attention [T, Q, D] and its log-sum-exp, fp32 [Q, T].
+
+    q, k and v are [1, heads, rows, D].
+    """
+    attend = torch.ops.aten._scaled_dot_product_cudnn_attention
+    out, lse = attend(q, k, v, attn_bias=None, compute_log_sumexp=True, dropout_p=0.0, is_causal=causal)[:2]
     return out.squeeze(0).transpose(0, 1), lse.reshape(q.shape[1], q.shape[2])
 
 

@@ -81,12 +81,17 @@ def gated_delta_cuda(
             # The last chunk comes along, finished or not, unless it is short.
             tail = (first_position + rows) % CHUNK
             stop = rows - tail if 0 < tail <= RECURRENT_ROWS else rows
+        here = slice(start, stop)
         _run(
-            *(x[start:stop] for x in (q_TGK, k_TGK, v_THV, g_TH, beta_TH)),
+            q_TGK[here],
+            k_TGK[here],
+            v_THV[here],
+            g_TH[here],
+            beta_TH[here],
             state_HKV,
             first_position=first_position + start,
             order=order,
-            out=out[start:stop],
+            out=out[here],
         )
         start = stop
     return out
@@ -109,8 +114,8 @@ def _run(
         recurrent_gated_delta_triton(q_TGK, k_TGK, v_THV, g_TH, beta_TH, state_HKV, order=order, out=out)
         return
     if chunk_rule_refusal() is not None:
-        floats = (x.float() for x in (q_TGK, k_TGK, v_THV, g_TH, beta_TH))
-        out.copy_(gated_delta(*floats, state_HKV, first_position=first_position, order=order))
+        q, k, v, g, beta = (x.float() for x in (q_TGK, k_TGK, v_THV, g_TH, beta_TH))
+        out.copy_(gated_delta(q, k, v, g, beta, state_HKV, first_position=first_position, order=order))
         return
     # fla-core's own repetition of key heads is the grouped one.
     grouped = order == "grouped"

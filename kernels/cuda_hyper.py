@@ -1,4 +1,4 @@
-"""Hyper-connections on CUDA: everything but the two small products in as few passes over the streams as can be.
+"""Hyper-connections on CUDA: all but the two small products in as few passes over the streams as can be.
 
 The references are hyper.read_streams and hyper.write_streams. The streams are fp32; what the products take
 is the weights' dtype. Bytes a row, W = N * D, 2-byte weights of low rank R, W = 10,240 and R = 320:

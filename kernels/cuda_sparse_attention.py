@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from strata_coord.kernels.triton_launch import power_of_two
+from strata_coord.kernels.triton_launch import power_of_two, shared_memory_bytes
 
 TILE_QUERIES = 4
 """Queries of a tile; at 12 query heads of a key-value head, padded to 16, they fill a product of 64 rows."""
@@ -82,7 +82,7 @@ def sparse_attention_cuda(
     Raises:
         ValueError: shapes do not fit, or keys or block keys are missing.
     """
-    rows, heads, dim = q_TQD.shape
+    rows, heads, _ = q_TQD.shape
     length, complete = first_position + rows, (first_position + rows) // block
     if k_GLD.shape[1] < length or v_GLD.shape[1] < length or keys_MI.shape[0] < complete:
         message = (
@@ -148,7 +148,7 @@ def select_blocks_triton(
             complete,
             stride,
             H=heads,
-            I=dim,
+            DIM=dim,
             R=block,
             IP=max(_LEAST_PRODUCT_ROWS, power_of_two(dim)),
             BT=_SCORE_ROWS,
@@ -220,7 +220,7 @@ def _attend_tile(q_TQD: Tensor) -> tuple[int, int, int]:
     """Return keys of a step, warps and stages: keys and values of all stages lie in shared memory."""
     if q_TQD.device.type != "cuda":
         return 32, 4, 1
-    shared = torch.cuda.get_device_properties(q_TQD.device).shared_memory_per_block_optin
+    shared = shared_memory_bytes(q_TQD.device)
     wide = q_TQD.element_size() == 2 and shared >= 160 << 10
     if wide:
         return 64, 8, 2

@@ -8,13 +8,14 @@ Letters: S rows of the super-chunk, P pairs, n rows of the scratch, D hidden siz
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from strata_coord.kernels.triton_launch import power_of_two
+from strata_coord.kernels.triton_launch import power_of_two, shared_memory_bytes
 
 Method = Literal["torch", "grouped_mm", "triton"]
 
@@ -142,8 +143,8 @@ def _by_loop(
     """The reference: reads the offsets, and sums in the weights' dtype as torch's matmul does."""
     offsets = offsets_G1.tolist()
     base, capacity = offsets[0] + skip_rows, scratch.y_nD.shape[0]
-    for expert, (begin, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
-        begin, end = max(begin, base), min(end, base + capacity)
+    for expert, (first, last) in enumerate(pairwise(offsets)):
+        begin, end = max(first, base), min(last, base + capacity)
         if begin >= end:
             continue
         both = functional.linear(x_SD[tokens_P[begin:end].long()], gate_up_GFD[expert]).float()
@@ -261,7 +262,7 @@ def _tile_sizes(x_SD: Tensor, rows_per_expert: int) -> _Tile:
     rows = min(max(power_of_two(rows_per_expert), 16), 128)
     # The tiles of x, gate and up of each stage lie in shared memory; where products do not read them from
     # there (all but Hopper), the last stage needs none.
-    shared = card.shared_memory_per_block_optin
+    shared = shared_memory_bytes(x_SD.device)
     inner = 64 if shared >= 96 << 10 and x_SD.element_size() == 2 else 32
     per_stage = (rows + 2 * 128) * inner * x_SD.element_size()
     stages = max(1, min(4, shared // per_stage + (card.major != _HOPPER[0])))

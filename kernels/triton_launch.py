@@ -3,8 +3,7 @@
 Triton launches on torch's current stream of the current device, which is where a stage's walk runs.
 """
 
-import functools
-import importlib.util
+import torch
 
 
 def power_of_two(size: int) -> int:
@@ -12,7 +11,7 @@ def power_of_two(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
 
 
-@functools.cache
-def triton_refusal() -> str | None:
-    """Return why Triton kernels cannot run here, None if they can."""
-    return None if importlib.util.find_spec("triton") is not None else "Triton is not installed"
+def shared_memory_bytes(device: torch.device) -> int:
+    """Return the most shared memory that one program may take on a CUDA device."""
+    card = torch.cuda.get_device_properties(device)
+    return int(getattr(card, "shared_memory_per_block_optin", card.shared_memory_per_block))

@@ -18,7 +18,10 @@ def causal_conv_kernel(
     BT: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """out = silu(sum over taps of x[t - (TAPS - 1 - tap) * DILATION] * weight[:, tap]); history before row 0."""
+    """Write silu(sum over taps of x[t - (TAPS - 1 - tap) * DILATION] * weight[:, tap]) to out.
+
+    Rows before row 0 are those of history.
+    """
     LENGTH: tl.constexpr = (TAPS - 1) * DILATION
     t = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
     c = tl.program_id(1) * BC + tl.arange(0, BC)

@@ -2,8 +2,7 @@
 
 Rows of the scratch are sorted by expert. Scratch row i is sorted position base + i, where base = offsets[0] +
 skip; positions outside [base, base + capacity) belong to another call. A program walks tiles with the grid's
-stride, so the grid is a bound that the host knows and the number of tiles is one that it does not. Sizes of the
-model are compiled in; loops over what the device knows are while loops, which the interpreter runs too.
+stride, so the grid is a bound that the host knows and the number of tiles is one that it does not.
 
 Letters: D hidden size, F expert width, G experts of the group (padded to the power of two GP).
 """

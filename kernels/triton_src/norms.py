@@ -29,7 +29,7 @@ def rms_norm_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """out = x * rsqrt(mean x^2 + eps) * weight, times silu (GATE 1) or sigmoid (GATE 2) of gate."""
+    """Write x * rsqrt(mean x^2 + eps) * weight, times silu (GATE 1) or sigmoid (GATE 2) of gate, to out."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, BLOCK)
     mask = (row < num_rows)[:, None] & (d < D)[None, :]
@@ -121,7 +121,7 @@ def sigmoid_gate_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """x *= sigmoid(gate), in place."""
+    """X *= sigmoid(gate), in place."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = (row < num_rows)[:, None] & (d < D)[None, :]

@@ -19,13 +19,16 @@ def block_scores_kernel(
     num_blocks,
     scores_stride,
     H: tl.constexpr,
-    I: tl.constexpr,
+    DIM: tl.constexpr,
     R: tl.constexpr,
     IP: tl.constexpr,
     BT: tl.constexpr,
     BM: tl.constexpr,
 ):
-    """scores[t, b] = sum over heads of relu(q[t, h] . keys[b]), fp32; tiles that no row has complete are left."""
+    """scores[t, b] = sum over heads of relu(q[t, h] . keys[b]), fp32.
+
+    Tiles of blocks that no row has complete are left as they are.
+    """
     row0 = tl.program_id(1) * BT
     block0 = tl.program_id(0) * BM
     last_position = first_position + tl.minimum(row0 + BT, num_rows) - 1
@@ -33,12 +36,14 @@ def block_scores_kernel(
         t = (row0 + tl.arange(0, BT)).to(tl.int64)
         b = (block0 + tl.arange(0, BM)).to(tl.int64)
         i = tl.arange(0, IP)
-        is_row, is_block, is_dim = t < num_rows, b < num_blocks, i < I
-        key = tl.load(keys + b[None, :] * I + i[:, None], mask=is_block[None, :] & is_dim[:, None], other=0.0)
+        is_row, is_block, is_dim = t < num_rows, b < num_blocks, i < DIM
+        key = tl.load(
+            keys + b[None, :] * DIM + i[:, None], mask=is_block[None, :] & is_dim[:, None], other=0.0
+        )
         total = tl.zeros((BT, BM), dtype=tl.float32)
         for h in tl.static_range(H):
             query = tl.load(
-                q + (t[:, None] * H + h) * I + i[None, :], mask=is_row[:, None] & is_dim[None, :], other=0.0
+                q + (t[:, None] * H + h) * DIM + i[None, :], mask=is_row[:, None] & is_dim[None, :], other=0.0
             )
             total += tl.maximum(tl.dot(query, key, input_precision="ieee"), 0.0)
         tl.store(

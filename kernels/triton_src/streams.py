@@ -55,7 +55,7 @@ def stream_kernel(
 
 @triton.jit(do_not_specialize=["num_values"])
 def scaled_silu_kernel(low, num_values, scale, BLOCK: tl.constexpr):
-    """low = silu(low * scale), in place."""
+    """Replace low by silu(low * scale)."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(low + place, mask=place < num_values, other=0.0).to(tl.float32) * scale
     value = value / (1.0 + tl.exp(-value))
@@ -64,7 +64,7 @@ def scaled_silu_kernel(low, num_values, scale, BLOCK: tl.constexpr):
 
 @triton.jit
 def mix_streams_kernel(gate, normed, out, D, N: tl.constexpr, BLOCK: tl.constexpr):
-    """out = mean over streams of sigmoid(gate) * normed."""
+    """Write the mean over streams of sigmoid(gate) * normed to out."""
     t = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_d = d < D

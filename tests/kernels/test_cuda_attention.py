@@ -3,10 +3,10 @@
 import pytest
 import torch
 from torch import Tensor
+from triton_devices import triton_devices
 
 from strata_coord.kernels.attention import causal_attention
 from strata_coord.kernels.cuda_attention import Way, attention_way, causal_attention_cuda, merge_parts
-from triton_devices import triton_devices
 
 
 @pytest.fixture(params=triton_devices())

@@ -3,13 +3,13 @@
 import pytest
 import torch
 from torch import Tensor
+from triton_devices import triton_devices
 
 from strata_coord.kernels import cuda_gated_delta
 from strata_coord.kernels.causal_conv import causal_conv_silu
 from strata_coord.kernels.cuda_conv import causal_conv_silu_cuda
 from strata_coord.kernels.cuda_gated_delta import gated_delta_cuda, recurrent_gated_delta_triton
 from strata_coord.kernels.gated_delta import HeadOrder, gated_delta
-from triton_devices import triton_devices
 
 
 @pytest.fixture(params=triton_devices())

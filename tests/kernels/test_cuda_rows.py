@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from triton_devices import triton_devices
 
 from strata_coord.kernels.cuda_hyper import (
     StreamWeights,
@@ -24,7 +25,6 @@ from strata_coord.kernels.hyper import read_streams, write_streams
 from strata_coord.kernels.norm import group_rms_norm, rms_norm
 from strata_coord.kernels.rope import rotary_table
 from strata_coord.kernels.router import Scores, route
-from triton_devices import triton_devices
 
 
 @pytest.fixture(params=triton_devices())

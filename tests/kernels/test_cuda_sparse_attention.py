@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from triton_devices import triton_devices
 
 from strata_coord.kernels.attention import attend
 from strata_coord.kernels.block_select import block_scores, select_blocks, visible_tokens
@@ -13,7 +14,6 @@ from strata_coord.kernels.cuda_sparse_attention import (
     sparse_attention_cuda,
     tile_queries,
 )
-from triton_devices import triton_devices
 
 
 @pytest.fixture(params=triton_devices())
