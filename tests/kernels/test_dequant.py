@@ -125,5 +125,5 @@ def test_unsupported_type_is_named() -> None:
 def test_sizes_that_do_not_agree_are_refused() -> None:
     with pytest.raises(ValueError, match="needs 68 bytes of uint8, got 34"):
         dequantize(torch.zeros(34, dtype=torch.uint8), type_id("Q8_0"), (2, 32))
-    with pytest.raises(ValueError, match="out must be 32 contiguous float32 values, got 31"):
+    with pytest.raises(ValueError, match="out must be 32 contiguous floats, got 31"):
         dequantize(torch.zeros(34, dtype=torch.uint8), type_id("Q8_0"), (1, 32), out=torch.zeros(31))
