@@ -20,7 +20,7 @@ __all__ = ["StageDevice", "check_planned_devices", "choose_devices", "device_bud
 
 MIB = 1 << 20
 # Device memory of a process besides what the plan counts: the context with its kernels, and the workspaces
-# of the libraries.
+# of the libraries. Measured on an H200 with torch 2.11: 685 MiB after one bf16 product, cupy loaded.
 PROCESS_BYTES = 768 * MIB
 
 
