@@ -46,13 +46,13 @@ def attend(
     per_group = query_heads // groups
     if rows == 1:
         # The query heads of a group stand in for query rows: keys are read once per group.
-        q = q_TQD.view(1, groups, per_group, -1)
+        q = q_TQD.reshape(1, groups, per_group, -1)
         mask = None if visible_TL is None else visible_TL.view(1, 1, 1, -1)
         out = functional.scaled_dot_product_attention(
             q, k_GLD.unsqueeze(0), v_GLD.unsqueeze(0), attn_mask=mask, scale=scale
         )
-        return out.view(1, query_heads, -1)[..., :dim]
-    q = q_TQD.view(rows, groups, per_group, -1).permute(1, 2, 0, 3)
+        return out.reshape(1, query_heads, -1)[..., :dim]
+    q = q_TQD.reshape(rows, groups, per_group, -1).permute(1, 2, 0, 3)
     k, v = (x.unsqueeze(1).expand(-1, per_group, -1, -1) for x in (k_GLD, v_GLD))
     mask = None if visible_TL is None else visible_TL[None, None]
     out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)

@@ -39,7 +39,7 @@ def attend_selected(q_TQD: Tensor, k_GTSD: Tensor, v_GTSD: Tensor, counts_TS: Te
     """Return attention [T, Q, D] of each row over its own keys. Scale 1 / sqrt(D)."""
     rows, query_heads, dim = q_TQD.shape
     groups = k_GTSD.shape[0]
-    q = q_TQD.view(rows, groups, query_heads // groups, dim).transpose(0, 1)
+    q = q_TQD.reshape(rows, groups, query_heads // groups, dim).transpose(0, 1)
     mask = counts_TS[None, :, None]
     out = functional.scaled_dot_product_attention(q, k_GTSD, v_GTSD, attn_mask=mask)
     return out.transpose(0, 1).reshape(rows, query_heads, dim)

@@ -123,7 +123,7 @@ class Attention:
             out.mul_(torch.sigmoid(gate))
         output = require_tensor(weights, "attn_output.weight", self.layer)
         bias = require_tensor(weights, "attn_output.bias", self.layer) if self.geometry.output_bias else None
-        return linear(out.view(rows, -1), output, bias)
+        return linear(out.reshape(rows, -1), output, bias)
 
     def attend(self, x_TD: Tensor, q_TQD: Tensor, segment: SegmentRows, weights: LayerWeights) -> Tensor:
         """Return the attention [rows of the segment, heads, head dim]; the segment's keys are stored already.
