@@ -14,7 +14,7 @@ A new generation of a link (relink) follows an abort. It revokes grants that wil
 other end died or messages were lost; messages of older generations are dropped.
 
 ProtocolError: the peer broke a rule; the link is over until relink. InvariantError: our own caller did.
-The classes are not thread-safe; a stage calls them under one lock.
+The classes are not thread-safe; in a stage the control thread alone calls them.
 """
 
 import enum

@@ -1,6 +1,6 @@
 """The last stage's end of the walk: output norm, head, sampling, and the logits file of a request.
 
-The output matrix is expanded a block of vocabulary rows at a time, so its fp32 form is never whole.
+The output matrix is expanded a block of vocabulary rows at a time, so its expanded form is never whole.
 """
 
 import os
