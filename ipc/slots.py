@@ -54,11 +54,6 @@ class ReceiverLink(LinkSide):
         """Whether no slot is being read: a read has to end before the memory is replaced."""
         return not self.is_active and SlotState.READING not in self.states
 
-    @property
-    def next_put(self) -> Put | None:
-        """The hand-off that take() would return."""
-        return self._full[0] if self._full else None
-
     def begin(self, epoch: int) -> list[Grant]:
         """Open an epoch and grant every slot.
 
