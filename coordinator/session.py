@@ -179,7 +179,6 @@ class Session:
             max_tokens=min(self._options.max_tokens, room),
             sampling=self._sampling(),
             stop_tokens=self._tokenizer.stop_tokens if self._tokenizer is not None else frozenset(),
-            mode=self._options.mode or self._config.prefill.mode,
             logits_path=self._options.logits,
         )
         generation = engine.submit(request, plan)
