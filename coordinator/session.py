@@ -73,6 +73,10 @@ class Session:
             ids = self._read_ids(options.prompt_ids)
         else:
             ids = self._encode(self._prompt_text())
+        return self._fitting(ids)
+
+    def _fitting(self, ids: list[int]) -> tuple[int, ...]:
+        """The ids; a prompt that fills the context would get an answer of no tokens."""
         room = self._plan.context_tokens
         if len(ids) >= room:
             message = (
@@ -159,7 +163,7 @@ class Session:
             if not line.strip():
                 continue
             try:
-                prompt = tuple(self._encode(line.rstrip("\n")))
+                prompt = self._fitting(self._encode(line.rstrip("\n")))
                 screen.show(engine)
                 self._answer(engine, prompt)
             except RequestError as error:  # the next prompt may be fine
