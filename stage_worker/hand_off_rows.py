@@ -80,7 +80,7 @@ class InboundRows:
         """Fill rows_SW, fp32 [rows, row width]; False if the super-chunk passes without rows.
 
         Raises:
-            ProtocolError: what arrives belongs to another super-chunk.
+            ProtocolError: what arrives belongs to another super-chunk, or is less than all of this one.
             StopWalkError: the worker is told to end.
         """
         complete = True
@@ -107,6 +107,13 @@ class InboundRows:
                 complete = False
             self._release(put.slot)
             if put.last:
+                end = put.first_row + put.rows
+                if put.rows and end != rows_SW.shape[0]:  # the rest of the buffer holds another super-chunk's
+                    message = (
+                        f"super-chunk {super_chunk.index} ends at row {end}, "
+                        f"but its record has {rows_SW.shape[0]} rows"
+                    )
+                    raise ProtocolError(message)
                 if self._delay_s and rows_SW.shape[0]:
                     with self._clock.during("busy"):
                         time.sleep(self._delay_s)

@@ -187,6 +187,13 @@ def test_rows_of_something_else_are_refused(pipe: Pipe, index: int, rows: int, m
     assert not target.any()
 
 
+def test_a_super_chunk_that_ends_too_early_is_refused(pipe: Pipe) -> None:
+    """Its last rows would be those that the buffer held before."""
+    pipe.outbound.send(super_chunk(0, 8, 4), torch.ones(8, WIDTH))
+    with pytest.raises(ProtocolError, match="super-chunk 0 ends at row 8, but its record has 9 rows"):
+        pipe.inbound.receive(super_chunk(0, 9, 4), torch.zeros(9, WIDTH))
+
+
 def test_a_worker_that_is_told_to_end_stops_waiting(pipe: Pipe) -> None:
     pipe.full.put(None)
     with pytest.raises(StopWalkError):
