@@ -5,12 +5,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from strata_coord.coordinator import budget
 from strata_coord.coordinator.budget import StageShape, _expansion_bytes
+from strata_coord.coordinator.config_checks import GRID_TOKENS
 from strata_coord.ipc.assignment import TensorExtent
+from strata_coord.stage_worker import blobs, head
 from strata_coord.stage_worker.backend import CpuBackend
 from strata_coord.stage_worker.byte_reader import ByteReader
 from strata_coord.stage_worker.counters import TransferCounters
 from strata_coord.stage_worker.dense import DenseWeights
+from strata_coord.stage_worker.sub_chunks import CUT_TOKENS
 
 BLOCKS = {0: (1, 4), 2: (32, 18), 8: (32, 34)}  # F32, Q4_0, Q8_0: elements and bytes of a block
 SHAPE = StageShape(stage=0, first_layer=0, last_layer=3, is_first=True, is_last=True)
@@ -53,3 +57,9 @@ def test_the_scratch_planned_for_dense_weights_is_what_they_take(layers, tmp_pat
     taken = sum(scratch.nbytes for scratch in dense._scratch.values())
     model = SimpleNamespace(layer_tensors=lambda layer: tuple(groups[f"blk.{layer}"].values()))
     assert _expansion_bytes(model, SHAPE) == taken > 0  # type: ignore[arg-type]
+
+
+def test_sizes_that_both_sides_round_to_are_the_same():
+    assert budget.HEAD_BLOCK_ROWS == head.VOCABULARY_BLOCK_ROWS
+    assert budget.BLOB_ALIGNMENT_BYTES == blobs.BLOB_ALIGNMENT_BYTES
+    assert GRID_TOKENS == CUT_TOKENS
