@@ -198,7 +198,10 @@ class OutboundRows:
             rows=0 if rows_TW is None else rows_TW.shape[0],
             last=last,
         )
-        with self._clock.during("hand_off"):
+        with (
+            self._clock.during("hand_off"),
+            self._reporter.span(EventKind.HAND_OFF, StagePhase.HAND_OFF, value=filled.rows),
+        ):
             if rows_TW is not None:
                 target = self._slots.view(slot, filled.rows)
                 self._counters.add(handed_off=rows_TW.numel() * BYTES_PER_VALUE)

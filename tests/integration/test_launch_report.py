@@ -158,6 +158,8 @@ def test_the_trace_has_spans_of_both_stages(launches: Launches) -> None:
     spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert len({event["pid"] for event in spans}) == 2
     assert all(event["dur"] >= 0 for event in spans)
+    ends = [event["ph"] for event in trace["traceEvents"] if event.get("name") == "rows"]
+    assert ends.count("s") == ends.count("f") > 0  # arrows from hand-offs to arrivals
 
 
 def test_stderr_is_one_json_object_a_line_if_asked(launches: Launches) -> None:

@@ -14,6 +14,7 @@ from status_pages import Page
 from strata_coord.ipc.errors import ProtocolError
 from strata_coord.ipc.host_memory import MappedSlots, create_memfd
 from strata_coord.ipc.messages import Put, Segment, SuperChunk
+from strata_coord.ipc.status_page import EventKind
 from strata_coord.stage_worker.backend import InlineStream, ThreadStream
 from strata_coord.stage_worker.hand_off_rows import (
     InboundRows,
@@ -166,6 +167,15 @@ def test_a_slot_is_announced_only_once_its_rows_are_in_it(pipe: Pipe) -> None:
     assert pipe.inbound.receive(super_chunk(0, 3, 4), target)
     assert torch.equal(target, rows)
     assert len(pipe.puts) == 1
+
+
+def test_each_hand_off_and_each_arrival_is_in_the_flight_recorder(pipe: Pipe) -> None:
+    pipe.outbound.send(super_chunk(0, 9, 4), torch.ones(9, WIDTH))
+    pipe.inbound.receive(super_chunk(0, 9, 4), torch.zeros(9, WIDTH))
+    sent = [event for event in pipe.sender.reader.events()[1] if event.kind is EventKind.HAND_OFF]
+    arrived = [event for event in pipe.receiver.reader.events()[1] if event.kind is EventKind.WAIT_ROWS]
+    assert [event.value for event in sent] == [4, 4, 1]
+    assert len(arrived) == 3
 
 
 def test_settle_without_a_copy_returns(pipe: Pipe) -> None:
