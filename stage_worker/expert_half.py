@@ -5,7 +5,7 @@ number, and the scaled outputs are added into one fp32 accumulator. A row meets 
 addition never collides with itself: no atomics, no [S, K, D], and the same sum for any S.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -77,8 +77,14 @@ class ExpertHalf:
         counters: TransferCounters,
         group_rows: int,
         dtype: torch.dtype = torch.float32,
+        advance: Callable[[], None] = lambda: None,
     ) -> None:
-        """dtype: of expanded experts and of their products' operands; sums are fp32."""
+        """Build it.
+
+        dtype: of expanded experts and of their products' operands; sums are fp32. advance: called after each
+        expert.
+        """
+        self._advance = advance
         self._dtype = dtype
         self._tiers = tiers
         self._stager = stager
@@ -121,6 +127,7 @@ class ExpertHalf:
                     self._multiply(layout, upload.blob, x_SD, rows, first, last, sum_SD, mlp, expert)
                 self._stager.release(upload, self._compute)
             first = last
+            self._advance()
 
     def _multiply(
         self,
