@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import zmq
 
@@ -30,7 +31,7 @@ from strata_coord.coordinator.pipeline import (
     WriteToken,
 )
 from strata_coord.coordinator.plan import LaunchPlan, PromptPlan
-from strata_coord.coordinator.request_meter import RequestMeter
+from strata_coord.coordinator.request_meter import RequestMeter, idle_until
 from strata_coord.coordinator.requests import (
     GenerationFinished,
     GenerationRequest,
@@ -346,12 +347,17 @@ class ControlLoop(threading.Thread):
             if submission is None or segment.first_position != 0:
                 continue
             with self._lock:
+                now_ns = time.monotonic_ns()  # the wait for a prompt is no part of the request
+                for number, entry in enumerate(self._stages.entries):
+                    if (snapshot := entry.memory.status.snapshot()) is not None:
+                        idle = replace(snapshot, clock=idle_until(snapshot.clock, now_ns))
+                        self._telemetry.observe(number, idle, now_ns / 1e9)
                 self._telemetry.begin_request(
                     super_chunks=submission.plan.super_chunks,
                     first_index=command.super_chunk.index,
                     mode=submission.plan.mode,
                     predicted_ttft_s=submission.plan.predicted_ttft_s,
-                    now_s=time.monotonic(),
+                    now_s=now_ns / 1e9,
                 )
 
     def _tell(self, command: Tell) -> None:

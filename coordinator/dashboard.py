@@ -73,6 +73,7 @@ class LiveDashboard:
             redirect_stderr=False,
             vertical_overflow="crop",
         )
+        self._has_begun = threading.Event()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -91,6 +92,8 @@ class LiveDashboard:
         """Print a line above the dashboard."""
         from rich.text import Text
 
+        if self._thread is not None:  # a line that meets the first frame would continue its last line
+            self._has_begun.wait(STOP_S)
         try:
             self._console.print(Text(printable(text, limit=2000)))
         except (OSError, ValueError):
@@ -111,11 +114,14 @@ class LiveDashboard:
     def _draw(self) -> None:
         try:
             with self._live:
+                self._has_begun.set()
                 while not self._ended.wait(1 / FRAMES_PER_S):
                     self._live.refresh()
                 self._live.refresh()
         except (OSError, ValueError):  # the terminal is gone, or its stream closed: the work goes on
             self._ended.set()
+        finally:
+            self._has_begun.set()
 
 
 def _make_console(stream: TextIO) -> "Console":

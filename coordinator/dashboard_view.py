@@ -120,9 +120,11 @@ def progress_line(request: RequestView | None, *, width: int) -> str:
         return "waiting for a prompt"
     if request.ttft_s is not None:
         state = "done" if request.ended else "answering"
-        decode = f"{request.decode_tokens_per_s:.1f} tokens/s"
-        read = f"{request.prompt_tokens:,} tokens read in {request.ttft_s:.1f} s"
-        return _longest_that_fits([f"{state}: {_tokens(request.generated_tokens)}", decode, read], width)
+        parts = [f"{state}: {_tokens(request.generated_tokens)}"]
+        if request.decode_tokens_per_s > 0:
+            parts.append(f"{request.decode_tokens_per_s:.1f} tokens/s")
+        parts.append(f"{_tokens(request.prompt_tokens)} read in {request.ttft_s:.1f} s")
+        return _longest_that_fits(parts, width)
     done = request.tokens_read / request.prompt_tokens if request.prompt_tokens else 0.0
     at_this_pace_s = request.elapsed_s / done if done else request.elapsed_s
     parts = [

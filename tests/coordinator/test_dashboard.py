@@ -217,3 +217,23 @@ def test_timings_name_every_stage() -> None:
     lines = timing_lines(state(READING))
     assert [line.split(" (")[0] for line in lines] == ["stage 0", "stage 1"]
     assert all("waited" in line and "experts moved" in line for line in lines)
+
+
+def test_a_line_of_news_waits_for_the_first_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=80, height=24, color_system=None)
+    live = LiveDashboard(stream, console=console)
+    said = threading.Event()
+    draw = LiveDashboard._draw
+
+    def late(self: LiveDashboard) -> None:
+        assert not said.wait(0.05)
+        draw(self)
+
+    monkeypatch.setattr(LiveDashboard, "_draw", late)
+    live.start()
+    live.note("news")
+    said.set()
+    live.stop()
+    output = stream.getvalue()
+    assert output.index("starting") < output.index("news")
