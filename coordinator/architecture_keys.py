@@ -1,6 +1,6 @@
 """Metadata under an architecture's prefix, and the limits that its sizes keep to."""
 
-from strata_coord.coordinator.gguf_metadata import Metadata, describe
+from strata_coord.coordinator.gguf_metadata import Metadata
 
 MAX_LAYERS = 1_024
 MAX_EXPERTS = 4_096
@@ -42,10 +42,7 @@ class ArchitectureKeys:
 
     def flag(self, key: str) -> bool:
         """Return a boolean, False where the key is absent."""
-        value = self.metadata.get(self.prefix + key, False)
-        if not isinstance(value, bool):
-            self.refuse(key, f"{describe(value)}, expected true or false")
-        return bool(value)
+        return self.metadata.flag(self.prefix + key, default=False)
 
     def refuse(self, key: str, problem: str) -> None:
         """Raise ModelError about the key."""

@@ -11,6 +11,7 @@ Embedding rows and n-gram rows are looked up in host memory and are not part of 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -263,14 +264,16 @@ def divide_expert_room(
 
 
 def _expansion_bytes(model: PlannedModel, shape: StageShape) -> int:
-    """The layers share one scratch tensor for each suffix, as large as its largest user."""
-    largest: dict[str, int] = {}
+    """The layers share one scratch buffer for each block type, as large as the layer needs that has most."""
+    largest: dict[int, int] = {}
     for layer in range(shape.first_layer, shape.last_layer):
+        elements: Counter[int] = Counter()
         for tensor in model.layer_tensors(layer):
             if tensor.ggml_type != _F32_TYPE:
-                suffix = tensor.name.removeprefix(f"blk.{layer}.")
-                largest[suffix] = max(largest.get(suffix, 0), math.prod(tensor.shape) * shape.compute_bytes)
-    return sum(largest.values())
+                elements[tensor.ggml_type] += math.prod(tensor.shape)
+        for ggml_type, count in elements.items():
+            largest[ggml_type] = max(largest.get(ggml_type, 0), count)
+    return sum(largest.values()) * shape.compute_bytes
 
 
 def _head_bytes(model: PlannedModel, shape: StageShape, sizes: Sizes) -> int:

@@ -300,7 +300,10 @@ def _check_writable(path: Path | None, option: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and leave the process with its exit code."""
-    from strata_coord.coordinator.command_errors import PROGRAM, run_command
+    try:
+        from strata_coord.coordinator.command_errors import PROGRAM, run_command
+    except KeyboardInterrupt:  # nothing has begun that could be reported or ended
+        sys.exit(130)
 
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = given[: given.index("--")] if "--" in given else given

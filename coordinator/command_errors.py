@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 from typing import Final
 
+from strata_coord.coordinator.output import named_stdout
+
 FAILED: Final = 1
 USAGE: Final = 2
 DOES_NOT_FIT: Final = 3
@@ -25,7 +27,8 @@ def run_command(invoke: Callable[[], object], *, debug: bool, json: bool) -> int
     """
     try:
         result = invoke()
-        sys.stdout.flush()  # here, where a closed pipe is caught, and not at the interpreter's exit
+        with named_stdout():
+            sys.stdout.flush()  # here, where a closed pipe is caught, and not at the interpreter's exit
     except BrokenPipeError:
         _abandon_stdout()
         return FAILED

@@ -84,7 +84,9 @@ def dashboard_lines(state: DashboardState, *, width: int, height: int) -> "list[
     """Return at most height lines of at most width columns."""
     from rich.text import Text
 
-    progress = Text(progress_line(state.request, width=width), style="bold")
+    is_loading = any(view.phase in {"starting", "loading"} for view in state.stages)
+    request_line = progress_line(state.request, width=width)
+    progress = Text("starting the stages" if is_loading else request_line, style="bold")
     bound = Text(f"bound by: {state.bound_by}")
     table = [
         Text(line, style="dim" if number == 0 else "")
@@ -92,7 +94,8 @@ def dashboard_lines(state: DashboardState, *, width: int, height: int) -> "list[
     ]
     notes = [Text(f"> {printable(note, limit=LONGEST_TEXT)}", style="yellow") for note in state.notes]
     tail = []
-    if state.request is not None and state.request.answer_tail:
+    # Only while it grows: the whole answer follows on stdout.
+    if state.request is not None and state.request.answer_tail and not state.request.ended:
         tail = [
             Text(
                 _last_that_fits(printable(state.request.answer_tail, limit=LONGEST_TEXT), width),
@@ -119,12 +122,13 @@ def progress_line(request: RequestView | None, *, width: int) -> str:
         state = "done" if request.ended else "answering"
         decode = f"{request.decode_tokens_per_s:.1f} tokens/s"
         read = f"{request.prompt_tokens:,} tokens read in {request.ttft_s:.1f} s"
-        return _longest_that_fits([f"{state}: {request.generated_tokens} tokens", decode, read], width)
+        return _longest_that_fits([f"{state}: {_tokens(request.generated_tokens)}", decode, read], width)
     done = request.tokens_read / request.prompt_tokens if request.prompt_tokens else 0.0
+    at_this_pace_s = request.elapsed_s / done if done else request.elapsed_s
     parts = [
         f"reading {request.tokens_read:,}/{request.prompt_tokens:,}",
         f"{100 * done:.0f} %",
-        f"{request.elapsed_s:.1f} of about {request.predicted_ttft_s:.1f} s",
+        f"{request.elapsed_s:.1f} of about {max(request.predicted_ttft_s, at_this_pace_s):.1f} s",
         f"{request.read_tokens_per_s:.0f} tokens/s",
         request.mode,
     ]
@@ -180,6 +184,19 @@ def timing_lines(state: DashboardState) -> list[str]:
             f"files {counters.file_read / MIB:.1f} MiB, handed off {counters.handed_off / MIB:.1f} MiB"
         )
     return lines
+
+
+def answer_line(request: RequestView) -> str:
+    """Return when the first token came, and how fast the others followed."""
+    line = f"first token after {request.ttft_s or 0.0:.1f} s, "
+    line += f"{_tokens(request.generated_tokens)} after {request.elapsed_s:.1f} s"
+    if request.decode_tokens_per_s > 0:
+        line += f": {request.decode_tokens_per_s:.1f} tokens/s"
+    return line
+
+
+def _tokens(count: int) -> str:
+    return f"{count:,} token{'' if count == 1 else 's'}"
 
 
 def _aligned(text: str, number: int, width: int) -> str:

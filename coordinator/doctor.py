@@ -7,7 +7,10 @@ broken installation would take the doctor down with it.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Literal
+from importlib import metadata
+from typing import Final, Literal
+
+INSTALL: Final = "pip install -c constraints/cpu.txt -e . in a clone of strata-coord"
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -20,6 +23,14 @@ class Check:
     status: Status
     text: str
     remedy: str = ""
+
+
+def installed_version(package: str) -> str | None:
+    """Return the version of an installed package, or None, without importing it."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def run_doctor(*, json: bool) -> int:

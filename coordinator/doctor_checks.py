@@ -7,14 +7,12 @@ import resource
 import shutil
 import sys
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import Final
 
-from strata_coord.coordinator.doctor import Check
+from strata_coord.coordinator.doctor import INSTALL, Check, installed_version
 from strata_coord.coordinator.doctor_cuda import check_cupy, check_gpus, check_memlock, check_torch
 
-INSTALL: Final = "pip install -c constraints/cpu.txt -e . in a clone of strata-coord"
 NEEDED: Final = (
     "torch", "numpy", "pyzmq", "msgpack", "gguf", "typer", "rich", "pydantic", "tokenizers", "jinja2",
     "psutil",
@@ -47,7 +45,7 @@ def check_system() -> Check:
 
 def check_packages() -> Check:
     """Every package that a launch loads is installed."""
-    missing = [name for name in NEEDED if _version(name) is None]
+    missing = [name for name in NEEDED if installed_version(name) is None]
     if missing:
         return Check(name="packages", status="fail", text=f"missing: {', '.join(missing)}", remedy=INSTALL)
     return Check(name="packages", status="ok", text=f"all {len(NEEDED)} are installed")
@@ -55,7 +53,7 @@ def check_packages() -> Check:
 
 def check_dequantiser() -> Check:
     """What expands quantised weights on the CPU: the optional compiled library, or torch, which is slower."""
-    version = _version("libgguf")
+    version = installed_version("libgguf")
     if version is None:
         text = "torch; libgguf, which is several times as fast on the CPU, is not installed"
         return Check(name="dequantiser", status="ok", text=text, remedy=f"pip install '{FAST_CPU}'")
@@ -223,10 +221,3 @@ CHECKS: Final[tuple[tuple[str, Callable[[], Check]], ...]] = (
     ("cache", check_cache),
     ("terminal", check_terminal),
 )
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None

@@ -2,13 +2,12 @@
 
 import importlib.util
 import resource
-from importlib import metadata
 from pathlib import Path
 from typing import Final
 
 from strata_coord.coordinator.cuda_install import cupy_packages, cupy_problem, torch_cuda_version
 from strata_coord.coordinator.device_facts import link_text, takes_bf16
-from strata_coord.coordinator.doctor import Check
+from strata_coord.coordinator.doctor import INSTALL, Check, installed_version
 from strata_coord.coordinator.gpus import FoundDevices, find_devices
 from strata_coord.coordinator.rig import DeviceFacts
 
@@ -17,7 +16,6 @@ INSTALL_CUDA: Final = (
     "pip install -c constraints/cuda13.txt -e '.[cuda13]' in a clone of strata-coord (cuda12 for a driver "
     "below 580)"
 )
-INSTALL_CPU: Final = "pip install -c constraints/cpu.txt -e . in a clone of strata-coord"
 DRIVER_FOLDER: Final = Path("/proc/driver/nvidia/gpus")
 # Below this, pinning an arena of any use is refused where the limit counts.
 SMALL_MEMLOCK_BYTES: Final = GIB
@@ -46,15 +44,13 @@ def check_gpus() -> Check:
 
 def check_torch() -> Check:
     """Which torch is installed, told from its files without loading it."""
-    version = _version("torch")
+    version = installed_version("torch")
     if version is None:
-        return Check(name="torch", status="fail", text="not installed", remedy=INSTALL_CPU)
+        return Check(name="torch", status="fail", text="not installed", remedy=INSTALL)
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         text = f"{version} is listed, but its files are gone"
-        return Check(
-            name="torch", status="fail", text=text, remedy=f"pip uninstall torch, then {INSTALL_CPU}"
-        )
+        return Check(name="torch", status="fail", text=text, remedy=f"pip uninstall torch, then {INSTALL}")
     cuda = torch_cuda_version()
     if cuda is None and (cards := _cards_of_driver()):
         text = f"{version}, a CPU build, beside {cards} NVIDIA GPU(s), which stages cannot use"
@@ -78,7 +74,7 @@ def check_cupy() -> Check:
         )
     if not installed:
         return Check(name="cupy", status="ok", text="not installed, and not needed on the CPU")
-    return Check(name="cupy", status="ok", text=f"{installed[0]} {_version(installed[0])}")
+    return Check(name="cupy", status="ok", text=f"{installed[0]} {installed_version(installed[0])}")
 
 
 def check_memlock() -> Check:
@@ -124,10 +120,3 @@ def _cards_of_driver() -> int:
         return sum(1 for _ in DRIVER_FOLDER.iterdir())
     except OSError:
         return 0
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None

@@ -7,6 +7,7 @@ through one close of the engine.
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from strata_coord.coordinator.launch_options import LaunchOptions
@@ -105,7 +106,6 @@ def make_plan(
     from strata_coord.coordinator.assignments import check_plan_fits
     from strata_coord.coordinator.card_locks import lock_cards
     from strata_coord.coordinator.device_choice import check_planned_devices, choose_devices
-    from strata_coord.coordinator.plan import launch_plan_from_json
     from strata_coord.coordinator.planner import plan_launch
     from strata_coord.coordinator.probe import probe_rig, usable_devices
 
@@ -116,13 +116,33 @@ def make_plan(
             # Once more: what was free before the lock may have been another launch's, or still is its.
             rig = replace(rig, devices=usable_devices(num_nodes=len(rig.nodes)).devices)
         return plan_launch(model, rig, config)
-    plan = launch_plan_from_json(options.plan_file.read_text(encoding="utf-8"))
+    plan = read_plan(options.plan_file)
     check_plan_fits(plan, model, name=str(options.plan_file))
     if any(stage.device_key for stage in plan.stages):
         found = usable_devices(num_nodes=1)
         check_planned_devices(plan, found.devices, reason=found.reason, name=str(options.plan_file))
     lock_cards(locks, config, [stage.device_key for stage in plan.stages])
     return plan
+
+
+def read_plan(path: Path) -> "LaunchPlan":
+    """Read a saved plan.
+
+    Raises:
+        ConfigError: it cannot be read, or is damaged; names the file.
+    """
+    from strata_coord.coordinator.plan import launch_plan_from_json
+    from strata_coord.ipc.errors import ConfigError
+
+    try:
+        return launch_plan_from_json(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        message = f"{path}: not UTF-8 text, byte {error.start}"
+    except OSError as error:
+        message = f"{path}: cannot be read: {error.strerror}"
+    except ConfigError as error:
+        message = f"{path}: {error}"
+    raise ConfigError(message)
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from strata_coord.ipc.errors import StageLostError
 from strata_coord.ipc.host_memory import descriptor_pair
+from strata_coord.ipc.lifeline import lifeline_pipe
 
 TERM_GRACE_S = 2.0  # between SIGTERM and SIGKILL
 REAP_GRACE_S = 5.0  # a process that is not reaped after SIGKILL hangs in the kernel
@@ -120,7 +121,7 @@ def start_worker(
         StageLostError: the command could not be started.
     """
     ours, theirs = descriptor_pair()
-    lifeline_read, lifeline_write = os.pipe2(os.O_CLOEXEC)
+    lifeline_read, lifeline_write = lifeline_pipe()
     command = worker_command(stage=stage, run_id=run_id, numa_node=numa_node)
     command += ["--channel-fd", str(theirs.fileno()), "--lifeline-fd", str(lifeline_read)]
     log_path = run_directory / f"stage-{stage}.log"

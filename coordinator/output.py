@@ -3,8 +3,10 @@
 Progress, notes and errors never come this way: they go to stderr.
 """
 
+import contextlib
 import json
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -13,9 +15,24 @@ if TYPE_CHECKING:
 PIPED_WIDTH = 110  # columns where nobody's terminal says otherwise; enough for the plan's widest table
 
 
+@contextlib.contextmanager
+def named_stdout() -> Iterator[None]:
+    """Name standard output in the system's errors of what is printed inside: a full disk says no file.
+
+    Raises:
+        OSError: the same, with "standard output" as its file.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, "standard output") from None
+
+
 def print_json(value: object) -> None:
     """Print value as one indented JSON object. NaN and infinity are refused: they are not JSON."""
-    print(json.dumps(value, indent=2, allow_nan=False))
+    text = json.dumps(value, indent=2, allow_nan=False)
+    with named_stdout():
+        print(text)
 
 
 def print_renderable(renderable: "RenderableType") -> None:
@@ -23,6 +40,6 @@ def print_renderable(renderable: "RenderableType") -> None:
     from rich.console import Console
 
     is_terminal = sys.stdout.isatty()
-    Console(width=None if is_terminal else PIPED_WIDTH, highlight=False, markup=False, emoji=False).print(
-        renderable
-    )
+    width = None if is_terminal else PIPED_WIDTH
+    with named_stdout():
+        Console(width=width, highlight=False, markup=False, emoji=False).print(renderable)

@@ -1,8 +1,8 @@
 """Pure state machine: what the stages report and what callers ask -> what to send and what to tell.
 
 Holds the running epoch: super-chunks in flight, what each stage has finished of them, and the requests they
-belong to. Reads no clock and touches no socket: engine.py carries the commands out. Changed through handle()
-only, since its attributes are correlated.
+belong to. Reads no clock and touches no socket: control_loop.py carries the commands out. Changed through
+handle() only, since its attributes are correlated.
 """
 
 from collections.abc import Mapping

@@ -3,7 +3,7 @@
 import json
 from typing import TextIO
 
-from strata_coord.coordinator.dashboard_view import has_timings, timing_lines
+from strata_coord.coordinator.dashboard_view import answer_line, has_timings, timing_lines
 from strata_coord.coordinator.launch_report import JsonObject
 from strata_coord.coordinator.printable import printable
 from strata_coord.coordinator.telemetry import DashboardState, RequestView
@@ -46,10 +46,23 @@ class PlainLog:
         self._line("note", text, {"text": text})
 
     def stop(self) -> None:
-        """Print the per-stage timings of the last request, once."""
+        """Print the pace of the last request and its per-stage timings, once."""
         state, self._state = self._state, None
         if state is None or not has_timings(state):
             return
+        request = state.request
+        if request is not None and request.ttft_s is not None:
+            self._line(
+                "answer",
+                answer_line(request),
+                {
+                    "prompt_tokens": request.prompt_tokens,
+                    "generated_tokens": request.generated_tokens,
+                    "ttft_s": round(request.ttft_s, 3),
+                    "total_s": round(request.elapsed_s, 3),
+                    "decode_tokens_per_s": round(request.decode_tokens_per_s, 3),
+                },
+            )
         for view, line in zip(state.stages, timing_lines(state), strict=True):
             clock = view.clock
             times: JsonObject = {

@@ -51,7 +51,7 @@ class StageCosts:
     dense_flops_per_row: float
     expert_flops_per_row: float
     attention_flops_per_pair: float  # of one query row and one key row, all attention layers
-    dense_expanded_bytes: int  # fp32 bytes written once per super-chunk
+    dense_expanded_bytes: int  # written once per super-chunk, in the compute type
     expert_expanded_bytes: int  # the same for all experts of all layers
     head_flops: float  # of the one row that is sampled; 0 but on the last stage
     head_expanded_bytes: int

@@ -46,7 +46,10 @@ def run_plan(options: PlanOptions) -> int:
     tokens = options.prompt_tokens or min(DEFAULT_PROMPT_TOKENS, launch.context_tokens)
     prompt = plan_prompt(launch, tokens, mode=options.mode or config.prefill.mode)
     if options.out is not None:
-        options.out.write_text(to_json(launch), encoding="utf-8")
+        try:
+            options.out.write_text(to_json(launch), encoding="utf-8")
+        except OSError as error:  # of a full disk names no file
+            raise OSError(error.errno, error.strerror, str(options.out)) from None
         _note(f"saved the plan to {options.out}")
     if options.json:
         from strata_coord.coordinator.output import print_json

@@ -6,7 +6,6 @@ from typing import Literal
 
 from strata_coord.ipc.messages import SamplingSettings
 
-PrefillMode = Literal["auto", "layer-major", "chunk-major"]
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
@@ -18,7 +17,6 @@ class GenerationRequest:
     max_tokens: int
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
     stop_tokens: frozenset[int] = frozenset()
-    mode: PrefillMode = "auto"
     logits_path: Path | None = None  # write the logits of every prompt position there, as .npy
 
 

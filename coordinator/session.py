@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from strata_coord.coordinator.engine import Engine, raise_if_failed
 from strata_coord.coordinator.launch_options import LaunchOptions
 from strata_coord.coordinator.launch_report import RequestResult, StageResult, launch_report
-from strata_coord.coordinator.output import print_json
+from strata_coord.coordinator.output import named_stdout, print_json
 from strata_coord.coordinator.plan import PromptPlan
 from strata_coord.coordinator.prompt_planner import plan_prompt
 from strata_coord.coordinator.request_meter import RequestFigures, needed_bytes_once
@@ -73,6 +73,10 @@ class Session:
             ids = self._read_ids(options.prompt_ids)
         else:
             ids = self._encode(self._prompt_text())
+        return self._fitting(ids)
+
+    def _fitting(self, ids: list[int]) -> tuple[int, ...]:
+        """The ids; a prompt that fills the context would get an answer of no tokens."""
         room = self._plan.context_tokens
         if len(ids) >= room:
             message = (
@@ -148,6 +152,7 @@ class Session:
 
     def _loop(self, engine: Engine) -> int:
         screen = self._screen
+        screen.refresh()
         screen.note("ready: one prompt a line, each by itself; Ctrl-C stops an answer, Ctrl-D ends")
         while True:
             screen.hide()  # the terminal is the user's while they type
@@ -159,7 +164,7 @@ class Session:
             if not line.strip():
                 continue
             try:
-                prompt = tuple(self._encode(line.rstrip("\n")))
+                prompt = self._fitting(self._encode(line.rstrip("\n")))
                 screen.show(engine)
                 self._answer(engine, prompt)
             except RequestError as error:  # the next prompt may be fine
@@ -172,6 +177,7 @@ class Session:
 
     def _answer(self, engine: Engine, prompt: tuple[int, ...]) -> None:
         plan = plan_prompt(self._plan, len(prompt), mode=self._options.mode or self._config.prefill.mode)
+        self._screen.refresh()
         self._screen.note(f"{len(prompt):,} tokens: {plan.reason}; experts by {plan.upload}")
         room = min(self._plan.context_tokens, self._plan.kv_pool_tokens) - len(prompt)
         request = GenerationRequest(
@@ -179,7 +185,6 @@ class Session:
             max_tokens=min(self._options.max_tokens, room),
             sampling=self._sampling(),
             stop_tokens=self._tokenizer.stop_tokens if self._tokenizer is not None else frozenset(),
-            mode=self._options.mode or self._config.prefill.mode,
             logits_path=self._options.logits,
         )
         generation = engine.submit(request, plan)
@@ -205,6 +210,7 @@ class Session:
                             raise_if_failed(event, engine)
         except KeyboardInterrupt:
             generation.cancel()
+            printer.finish()  # what is said next begins a line
             raise
         self._screen.hide()
         if self._screen.holds_terminal and not self._options.json:
@@ -326,8 +332,9 @@ def _print_answer(text: str, *, end: str = "\n") -> None:
     """Write to stdout; what a model says may not control the terminal."""
     from strata_coord.coordinator.terminal_text import escape_control
 
-    sys.stdout.write((escape_control(text, keep="\n\t") if sys.stdout.isatty() else text) + end)
-    sys.stdout.flush()
+    with named_stdout():
+        sys.stdout.write((escape_control(text, keep="\n\t") if sys.stdout.isatty() else text) + end)
+        sys.stdout.flush()
 
 
 def _not_empty(name: str, text: str) -> str:

@@ -241,6 +241,7 @@ class StageSet:
         if all(other.ready is not None for other in self.entries):
             for link in range(len(self.entries) - 1):
                 self._link(link)
+            self._watch.linking(time.monotonic())
             self._begin_if_linked()
 
     def _link(self, link: int) -> None:
@@ -342,6 +343,9 @@ class StageSet:
             if stuck is not None:
                 text = f"stage {number} {stuck}"
                 raise StageTimeoutError(text)
+        unlinked = [number for number, entry in enumerate(self.entries) if entry.links_wanted]
+        if (late := self._watch.check_links(unlinked, now_s)) is not None:
+            raise StageTimeoutError(late)
         held_up = self._watch.check_stream(waited_for, snapshots, now_s)
         if held_up is not None:
             text = f"stage {held_up[0]} {held_up[1]}"

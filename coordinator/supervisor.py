@@ -31,11 +31,16 @@ class StageWatch:
     """Remembers when each stage last got anywhere."""
 
     def __init__(self, *, hang_s: float, start_s: float) -> None:
-        """hang_s: longest time without progress; start_s: the same for a stage that has not reported yet."""
+        """Build it.
+
+        hang_s: longest time without progress; start_s: the same for a stage that has not reported yet, and
+        the longest time that links may take.
+        """
         self._hang_s = hang_s
         self._start_s = start_s
         self._readings: dict[int, _Reading] = {}
         self._stream: _Reading | None = None  # all stages together; None: nothing is in flight
+        self._linking_since_s: float | None = None
 
     def started(self, stage: int, now_s: float) -> None:
         """A worker's process was started."""
@@ -54,6 +59,23 @@ class StageWatch:
             limit_s = max(self._start_s, limit_s)  # libraries load for a minute from a cold drive
         silent_s = now_s - reading.since_s
         return None if silent_s <= limit_s else _silence(silent_s, snapshot)
+
+    def linking(self, now_s: float) -> None:
+        """All stages were told to link."""
+        self._linking_since_s = now_s
+
+    def check_links(self, unlinked: Sequence[int], now_s: float) -> str | None:
+        """One line about the stages whose links should be up and are not, or None.
+
+        A stage that was stopped when it was loaded is patient by its phase.
+        """
+        if not unlinked or self._linking_since_s is None:
+            return None
+        silent_s = now_s - self._linking_since_s
+        if silent_s <= self._start_s:
+            return None
+        stages = ", ".join(map(str, unlinked))
+        return f"stage {stages} did not link within {silent_s:.0f} s, the limit is {self._start_s:.0f} s"
 
     def check_stream(
         self, waited_for: int | None, snapshots: Sequence[StatusSnapshot | None], now_s: float

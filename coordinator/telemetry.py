@@ -185,7 +185,7 @@ def bound_by(stages: tuple[StageView, ...], request: RequestView | None) -> str:
         return "nothing to do"
     measured = [view for view in stages if view.now != Shares()]
     if not measured:
-        return "no reading yet"
+        return "not measured yet"
     slowest = min(measured, key=lambda view: (view.now.wait_rows + view.now.wait_slot, view.facts.stage))
     parts = {
         "compute": slowest.now.busy,
@@ -208,13 +208,18 @@ class _Track:
         self.last_bytes = NO_BYTES
 
     def observe(self, clock: StageClock, counters: ByteCounters, now_s: float) -> None:
-        if clock.now_ns < self.last_clock.now_ns:  # a restarted stage counts from zero again
-            self.readings.clear()
-            self.base_clock, self.base_bytes = NO_CLOCK, NO_BYTES
+        if clock.now_ns < self.last_clock.now_ns:  # a report that was on its way while the page was read
+            return
         self.last_clock, self.last_bytes = clock, counters
         self.readings.append((now_s, clock))
         while len(self.readings) > 2 and now_s - self.readings[1][0] >= WINDOW_S:
             self.readings.popleft()
+
+    def restart(self) -> None:
+        """Count from zero, as a stage does that has become ready."""
+        self.readings.clear()
+        self.base_clock = self.last_clock = NO_CLOCK
+        self.base_bytes = self.last_bytes = NO_BYTES
 
     def rebase(self) -> None:
         self.base_clock, self.base_bytes = self.last_clock, self.last_bytes
@@ -247,6 +252,7 @@ class Telemetry:
     ) -> None:
         """Take over what a stage says of itself: the device it got and the binding that holds."""
         track = self._tracks[stage]
+        track.restart()
         facts = replace(track.view.facts, device=device, binding=binding, numa_node=numa_node)
         track.view = replace(track.view, facts=facts, phase="ready", device_bytes_used=device_bytes)
 

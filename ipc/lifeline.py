@@ -51,8 +51,8 @@ def die_with_parent(parent_pid: int) -> None:
     """Ask the kernel to kill this process when the thread that started it ends.
 
     Call it from the main thread, first thing. It covers a worker whose threads cannot run any more, stuck in
-    a native call. The signal follows the starting thread, not the process, so workers are started from the
-    coordinator's main thread only.
+    a native call. The signal follows the starting thread, not the process, so the coordinator starts workers
+    from a thread that ends after them.
 
     Raises:
         InvariantError: the kernel refused.

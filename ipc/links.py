@@ -66,11 +66,6 @@ def socket_options(kind: int, *, queue: int, linger_ms: int) -> dict[zmq.SocketO
     return options
 
 
-def close_context() -> None:
-    """End the process's context: closes what is still open, then waits out each socket's linger time."""
-    zmq.Context.instance().destroy()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerFault:
     """What the control server reports in place of a message that ends a worker's channel."""

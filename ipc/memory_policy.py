@@ -89,14 +89,6 @@ def memory_policy() -> tuple[int, frozenset[int]] | str:
     return mode.value, frozenset(nodes)
 
 
-def bind_to_node(node: int) -> str | None:
-    """Bind CPUs and memory of the calling thread to one node: what numactl does for a command."""
-    if node not in online_nodes():
-        return f"NUMA node {node} is not there, this host has {len(online_nodes())}"
-    cpus = node_cpus(node)
-    return (bind_cpus(cpus) if cpus else None) or set_memory_policy(MPOL_BIND, frozenset({node}))
-
-
 @contextlib.contextmanager
 def memory_from_node(node: int) -> Iterator[str | None]:
     """Take the calling thread's memory from one node inside the block, then restore its policy.

@@ -14,7 +14,7 @@ A new generation of a link (relink) follows an abort. It revokes grants that wil
 other end died or messages were lost; messages of older generations are dropped.
 
 ProtocolError: the peer broke a rule; the link is over until relink. InvariantError: our own caller did.
-The classes are not thread-safe; a stage calls them under one lock.
+The classes are not thread-safe; in a stage the control thread alone calls them.
 """
 
 import enum
@@ -53,11 +53,6 @@ class ReceiverLink(LinkSide):
     def can_relink(self) -> bool:
         """Whether no slot is being read: a read has to end before the memory is replaced."""
         return not self.is_active and SlotState.READING not in self.states
-
-    @property
-    def next_put(self) -> Put | None:
-        """The hand-off that take() would return."""
-        return self._full[0] if self._full else None
 
     def begin(self, epoch: int) -> list[Grant]:
         """Open an epoch and grant every slot.

@@ -267,10 +267,6 @@ class StatusReader(_Page):
         """Ask the worker to let the sequence's super-chunks pass without rows."""
         self._words[self._cancel_word(seat)] = sequence + 1
 
-    def clear_cancel(self, seat: int) -> None:
-        """Take a request to cancel back, before the seat gets another sequence."""
-        self._words[self._cancel_word(seat)] = 0
-
     def is_cancelled(self, seat: int, sequence: int) -> bool:
         """Return whether this sequence was cancelled."""
         return self._words[self._cancel_word(seat)] == sequence + 1

@@ -7,6 +7,8 @@ reference, for windows, sinks and cards that flash does not run on.
 
 Floor: 4 T (P + T / 2) Q D operations for T rows after P positions.
 
+No stage calls this yet: models/attention.py runs the reference on every device.
+
 Letters: T query rows, L positions, Q query heads, G key-value heads, D head dim.
 """
 
@@ -35,7 +37,7 @@ def attention_way(
     if device.type != "cuda":
         return "masks", f"device {device.type}"
     if window or has_sinks:
-        return "masks", "a window or sinks" if window else "sinks"
+        return "masks", "a window" if window else "sinks"
     if dtype not in {torch.bfloat16, torch.float16} or head_dim > _FLASH_DIMS or head_dim % 8:
         return "masks", f"flash runs no {dtype} heads of {head_dim} dims"
     return _way_of_card(*torch.cuda.get_device_capability(device))

@@ -1,4 +1,7 @@
-"""Depthwise causal convolution on CUDA, in one pass; the reference is causal_conv.causal_conv_silu."""
+"""Depthwise causal convolution on CUDA, in one pass; the reference is causal_conv.causal_conv_silu.
+
+No stage calls this yet: models/ runs the reference on every device.
+"""
 
 import torch
 from torch import Tensor

@@ -7,6 +7,8 @@ Floor of one layer, T rows, 48 value and 16 key heads of 128 dims, bf16: q, k, v
 1.1 GB at 32,768 rows or 0.26 ms at 4.1 TB/s, and about 0.1 TFLOP per 1,000 rows of 64-row chunks: bound by
 neither, but by the 64-row steps that follow one another in each head.
 
+No stage calls this yet: models/gated_delta_net.py runs the reference on every device.
+
 Letters: T rows, G key heads, H value heads, K key dim, V value dim.
 """
 

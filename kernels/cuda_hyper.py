@@ -11,6 +11,8 @@ is the weights' dtype. Bytes a row, W = N * D, 2-byte weights of low rank R, W =
 
 At 4.1 TB/s and 32,768 rows a read is at least 1.2 ms and a write 0.7 ms, or 0.9 ms with the next norm.
 
+No stage calls this yet: models/hyper_connections.py runs the references on every device.
+
 Letters: T rows, W row width, N streams, D hidden size, R low rank.
 """
 

@@ -1,5 +1,7 @@
 """Router choice on CUDA in one pass over the logits; the reference is router.route, after its product.
 
+No stage calls this yet: models/experts.py runs the reference on every device.
+
 Letters: T rows, E experts, K experts of a row.
 """
 

@@ -8,6 +8,8 @@ Floor: past the budget a query reads 2,048 tokens x 2 heads x 256 dims of keys a
 their blocks once, so between a quarter and all of that, most of it from L2; its products are 1.65 TFLOP where
 the four agree and four times as much where no two share a block.
 
+No stage calls this yet: models/sparse_attention.py runs the references on every device.
+
 Letters: T rows, L positions, Q query heads, G key-value heads, D head dim, H indexer heads, I indexer dim, M
 blocks of R tokens.
 """

@@ -2,7 +2,7 @@
 
 A group is what is used together: one layer, or the head. Tensors of a group that have the same block type lie
 side by side, so that a group expands with one kernel per type instead of one per tensor. All groups share one
-scratch buffer per type: the fp32 tensors of a group are valid until the next expand call. fp32 tensors are
+scratch buffer per type: the tensors of a group are valid until the next expand call. fp32 tensors are
 their own expanded form and are not copied.
 """
 
@@ -54,7 +54,7 @@ class _Expanded:
 
 
 class DenseWeights:
-    """Quantised bytes of named groups of tensors, and their fp32 form on demand."""
+    """Quantised bytes of named groups of tensors, and their expanded form on demand."""
 
     def __init__(
         self,

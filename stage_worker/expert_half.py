@@ -5,7 +5,7 @@ multiplies batches of them. A row meets an expert at most once and each batch ad
 so an addition never collides with itself: no atomics, no [S, K, D], and the same sum for any S.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -72,7 +72,10 @@ class ExpertHalf:
         clock: ActivityClock,
         counters: TransferCounters,
         math: ExpertMath,
+        advance: Callable[[], None] = lambda: None,
     ) -> None:
+        """Build it. advance: called after each expert or batch of them."""
+        self._advance = advance
         self._tiers = tiers
         self._stager = stager
         self._compute = compute
@@ -125,6 +128,7 @@ class ExpertHalf:
                     first = residents[batch[0]]
                     walk.use(batch, resident_blobs[first : first + len(batch)])
                 place = stop
+                self._advance()
                 continue
             if (is_hit or policy == "stream-all") and place not in walk.used:
                 upload = self._stager.acquire(layer, expert)
@@ -133,6 +137,7 @@ class ExpertHalf:
                 walk.use(upload.experts, upload.blobs)
                 self._stager.release(upload, self._compute)
             place += 1
+            self._advance()
 
 
 class _LayerExperts:

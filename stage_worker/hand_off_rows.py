@@ -80,7 +80,7 @@ class InboundRows:
         """Fill rows_SW, fp32 [rows, row width]; False if the super-chunk passes without rows.
 
         Raises:
-            ProtocolError: what arrives belongs to another super-chunk.
+            ProtocolError: what arrives belongs to another super-chunk, or is less than all of this one.
             StopWalkError: the worker is told to end.
         """
         complete = True
@@ -107,6 +107,13 @@ class InboundRows:
                 complete = False
             self._release(put.slot)
             if put.last:
+                end = put.first_row + put.rows
+                if put.rows and end != rows_SW.shape[0]:  # the rest of the buffer holds another super-chunk's
+                    message = (
+                        f"super-chunk {super_chunk.index} ends at row {end}, "
+                        f"but its record has {rows_SW.shape[0]} rows"
+                    )
+                    raise ProtocolError(message)
                 if self._delay_s and rows_SW.shape[0]:
                     with self._clock.during("busy"):
                         time.sleep(self._delay_s)
@@ -191,7 +198,10 @@ class OutboundRows:
             rows=0 if rows_TW is None else rows_TW.shape[0],
             last=last,
         )
-        with self._clock.during("hand_off"):
+        with (
+            self._clock.during("hand_off"),
+            self._reporter.span(EventKind.HAND_OFF, StagePhase.HAND_OFF, value=filled.rows),
+        ):
             if rows_TW is not None:
                 target = self._slots.view(slot, filled.rows)
                 self._counters.add(handed_off=rows_TW.numel() * BYTES_PER_VALUE)

@@ -1,9 +1,10 @@
 """The last stage's end of the walk: output norm, head, sampling, and the logits file of a request.
 
-The output matrix is expanded a block of vocabulary rows at a time, so its fp32 form is never whole.
+The output matrix is expanded a block of vocabulary rows at a time, so its expanded form is never whole.
 """
 
 import os
+from collections.abc import Callable
 
 import torch
 
@@ -22,8 +23,14 @@ OUTPUT_GROUP = "output"  # the output matrix alone
 class Head:
     """Turns final residual rows into logits and tokens."""
 
-    def __init__(self, *, family: Family, dense: DenseWeights) -> None:
-        """Build the head; dense has the groups HEAD_GROUP and OUTPUT_GROUP."""
+    def __init__(
+        self, *, family: Family, dense: DenseWeights, advance: Callable[[], None] = lambda: None
+    ) -> None:
+        """Build the head.
+
+        dense has the groups HEAD_GROUP and OUTPUT_GROUP. advance: called after each block of the vocabulary.
+        """
+        self._advance = advance
         self._family = family
         self._dense = dense
         self._vocabulary = dense.num_rows(OUTPUT_GROUP)
@@ -36,6 +43,7 @@ class Head:
             stop = min(start + VOCABULARY_BLOCK_ROWS, self._vocabulary)
             block = self._dense.rows(OUTPUT_GROUP, slice(start, stop))
             logits_TV[:, start:stop] = linear(x_TD, block)
+            self._advance()
         return logits_TV
 
     def sample(self, super_chunk: SuperChunk, rows_SW: torch.Tensor) -> list[SampledToken]:

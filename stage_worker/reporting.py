@@ -12,7 +12,7 @@ from strata_coord.stage_worker.expert_half import add_routing_counts
 
 
 class StatusReporter:
-    """The walk's observer in a worker: keeps the status page current, one write per half layer."""
+    """The walk's observer in a worker: keeps the status page current, a write per part of a half layer."""
 
     def __init__(
         self,
@@ -72,6 +72,14 @@ class StatusReporter:
         self._span(EventKind.EXPERT_HALF, layer, time.monotonic_ns())
         add_routing_counts(self._routing, layer, counts)
         self.publish()
+
+    def head(self) -> None:
+        """The head begins."""
+        self.phase(StagePhase.HEAD)
+
+    def advance(self) -> None:
+        """Show that work got somewhere, so that the stage does not count as stuck."""
+        self._status.advance()
 
     @contextmanager
     def span(self, kind: EventKind, phase: StagePhase, *, value: int = 0) -> Iterator[None]:

@@ -95,6 +95,7 @@ class Stage:
         """
         self.assignment = assignment
         self.notes: list[str] = []  # what this stage does less well than it could, and why
+        self._observer = observer
         self.clock = clock or ActivityClock()
         self.counters = counters or TransferCounters()
         self.backend = backend or CpuBackend()
@@ -131,7 +132,9 @@ class Stage:
             check_shapes(groups[HEAD_GROUP], self._family.head_tensors())
         weights_dtype = WEIGHTS_DTYPES[assignment.compute_dtype]
         self._dense = DenseWeights(groups, backend=self.backend, reader=self._reader, dtype=weights_dtype)
-        self._head = Head(family=self._family, dense=self._dense) if self.is_last else None
+        self._head = (
+            Head(family=self._family, dense=self._dense, advance=observer.advance) if self.is_last else None
+        )
         self._embedding: DenseWeights | None = None
         if self.is_first:
             # Rows are looked up one by one, so the matrix stays in host memory whatever the device.
@@ -168,6 +171,7 @@ class Stage:
                 clock=self.clock,
                 counters=self.counters,
                 math=self._expert_math(layouts, weights_dtype),
+                advance=observer.advance,
             ),
             stager=self._stager,
             states=self._states,
@@ -267,6 +271,7 @@ class Stage:
                     outbound.send_without_rows(super_chunk)
             tokens: Sequence[SampledToken] = ()
             if self._head is not None and finished:
+                self._observer.head()
                 self._head.write_logits(super_chunk, rows_SW, logits_files or {})
                 drawn = self._head.sample(super_chunk, rows_SW)
                 tokens = [token for token in drawn if token.sequence not in self._lost]

@@ -40,6 +40,12 @@ class WalkObserver(Protocol):
     def layer_done(self, layer: int, counts: Sequence[int]) -> None:
         """Layer is finished; counts are the rows of each routed expert."""
 
+    def head(self) -> None:
+        """The head begins."""
+
+    def advance(self) -> None:
+        """A part of the half layer or the head is done. On a slow device a whole one may take minutes."""
+
 
 @dataclass(slots=True, kw_only=True)
 class WalkBuffers:
@@ -158,6 +164,7 @@ class Walk:
             buffers.ids_SK[here] = half.ids_TK
             buffers.weights_SK[here] = half.weights_TK
             halves.append(half)
+            self._observer.advance()
         guard.after_attention(
             layer.index,
             rows_SW=rows_SW,

@@ -66,6 +66,14 @@ class LayerLog:
 
     def __init__(self) -> None:
         self.done: list[tuple[int, tuple[int, ...]]] = []
+        self.num_heads = 0
+        self.num_parts = 0
+
+    def head(self) -> None:
+        self.num_heads += 1
+
+    def advance(self) -> None:
+        self.num_parts += 1
 
     def attention_half(self, layer: int) -> None: ...
 

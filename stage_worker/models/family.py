@@ -16,7 +16,9 @@ from strata_coord.ipc.errors import ModelError
 from strata_coord.stage_worker.sequence_state import SequenceState
 
 LayerWeights = Mapping[str, Tensor]
-"""Name without "blk.N." -> fp32 tensor in torch shape, as "attn_q.weight"."""
+"""Name without "blk.N." -> tensor in torch shape, as "attn_q.weight".
+
+fp32, or the stage's compute type where the file's is quantised."""
 
 TensorShapes = Mapping[str, tuple[int, ...]]
 

@@ -213,3 +213,14 @@ def test_a_reader_that_leaves_ends_the_command_quietly() -> None:
         os.close(write_end)
     assert done.returncode == 1
     assert done.stderr == b""
+
+
+@pytest.mark.parametrize("options", [["plan"], ["plan", "--json"], ["plan", "--out", "/dev/full"]])
+def test_a_full_disk_is_named(options: list[str]) -> None:
+    command, *rest = options
+    arguments = [sys.executable, "-m", "strata_coord.coordinator", command, "configs/split24.toml", *rest]
+    with Path("/dev/full").open("w", encoding="utf-8") as full:
+        ended = subprocess.run(arguments, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    name = rest[-1] if "--out" in rest else "standard output"
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1] == f"strata-coord: {name}: No space left on device"

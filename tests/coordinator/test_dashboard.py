@@ -63,6 +63,30 @@ def test_the_smallest_terminal_still_shows_progress_and_phase() -> None:
     assert "waiting-ex" in lines[3]
 
 
+def test_nothing_waits_for_a_prompt_while_stages_load() -> None:
+    loading = replace(state(None), stages=(view(0), replace(view(1), phase="loading")))
+    assert dashboard_lines(loading, width=80, height=24)[0].plain == "starting the stages"
+    assert dashboard_lines(state(None), width=80, height=24)[0].plain == "waiting for a prompt"
+
+
+def test_the_estimate_is_never_shorter_than_what_has_passed() -> None:
+    for request, expected in (
+        (READING, "12.3 of about 24.6 s"),
+        (replace(READING, elapsed_s=20.0), "20.0 of about 40.0 s"),
+        (replace(READING, tokens_read=0, elapsed_s=30.0), "30.0 of about 30.0 s"),
+    ):
+        assert expected in dashboard_lines(state(request), width=200, height=24)[0].plain
+
+
+def test_an_answer_that_has_ended_is_left_to_stdout() -> None:
+    for ended in (False, True):
+        lines = [
+            line.plain
+            for line in dashboard_lines(state(replace(ANSWERING, ended=ended)), width=80, height=24)
+        ]
+        assert any("red" in line for line in lines) is not ended
+
+
 def test_a_wide_terminal_shows_every_column() -> None:
     title = dashboard_lines(state(READING), width=400, height=100)[2].plain
     assert title.split()[0] == "stage"
@@ -161,7 +185,7 @@ def test_the_plain_log_has_one_line_per_super_chunk() -> None:
     lines = stream.getvalue().splitlines()
     assert [line.split(":")[0].split(" (")[0] for line in lines] == [
         "stage 0 ready", "stage 1 ready", "read 2,048 of 4,096 tokens", "read 4,096 of 4,096 tokens",
-        "a \\x1b[31mnote", "stage 0", "stage 1",
+        "a \\x1b[31mnote", "first token after 20.0 s, 9 tokens after 22.0 s", "stage 0", "stage 1",
     ]  # fmt: skip
     assert all(line.isprintable() for line in lines)
 

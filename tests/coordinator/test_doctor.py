@@ -87,7 +87,7 @@ def test_the_doctor_and_the_stages_agree_on_the_dequantiser(
 
 
 def test_a_missing_dequantiser_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_checks, "_version", lambda _name: None)
+    monkeypatch.setattr(doctor_checks, "installed_version", lambda _name: None)
     found = doctor_checks.check_dequantiser()
     assert found.status == "ok"
     assert "libgguf" in found.text

@@ -12,7 +12,7 @@ from strata_coord.coordinator.gpus import FoundDevices
 from strata_coord.coordinator.launch import Prepared, make_plan, running_engine
 from strata_coord.coordinator.launch_options import LaunchOptions
 from strata_coord.coordinator.plan import LaunchPlan, to_json
-from strata_coord.ipc.errors import AlreadyRunningError, BindingError
+from strata_coord.ipc.errors import AlreadyRunningError, BindingError, ConfigError
 
 MODEL = fake_model()
 FULL, EMPTY = fake_device(free_mib=3_000), fake_device(free_mib=20_000)
@@ -59,6 +59,23 @@ def test_a_replayed_plan_locks_its_cards_and_has_to_find_them(tmp_path, monkeypa
     monkeypatch.setattr(probe, "usable_devices", lambda **_: FoundDevices(reason="no NVIDIA driver"))
     with contextlib.ExitStack() as locks, pytest.raises(BindingError, match="no NVIDIA driver"):
         plan(locks, file, device="auto", budget_mib=None)
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        (b"{", "plan: not valid JSON"),
+        (b"\xff\xfe", "not UTF-8 text, byte 0"),
+        (b"[]", "plan: expected an object"),
+    ],
+    ids=["cut short", "not text", "something else"],
+)
+def test_a_plan_that_cannot_be_read_back_is_named(tmp_path, data, problem):
+    file = tmp_path / "plan.json"
+    file.write_bytes(data)
+    with contextlib.ExitStack() as locks, pytest.raises(ConfigError) as refused:
+        plan(locks, file)
+    assert str(refused.value).startswith(f"{file}: {problem}")
 
 
 def test_what_stages_had_to_do_without_is_shown_once_when_they_are_up(monkeypatch):

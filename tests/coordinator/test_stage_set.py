@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 from planning_fakes import fake_config, fake_model, fake_rig
 
+from strata_coord.coordinator import stage_set
 from strata_coord.coordinator.planner import plan_launch
 from strata_coord.coordinator.stage_set import GENERATION, INCARNATION, StageEntry, StageSet
-from strata_coord.ipc.errors import ProtocolError, StageFailedError
+from strata_coord.ipc.errors import ProtocolError, StageFailedError, StageTimeoutError
 from strata_coord.ipc.messages import BeginEpoch, Hello, LinkReady, Relink, SlotsReady, StageReady
+from strata_coord.ipc.status_page import StagePhase
 
 HANDLE = bytes(range(64))
 
@@ -137,6 +139,21 @@ def test_slots_that_nobody_asked_for_break_the_protocol(message):
     world.all_ready()
     with pytest.raises(ProtocolError, match="unasked"):
         world.say(message)
+
+
+def test_a_stage_that_never_links_is_named(monkeypatch):
+    world = World(("device", None))
+    world.stages._watch.started(0, 0.0)
+    world.stages._watch.started(1, 0.0)
+    monkeypatch.setattr(stage_set.time, "monotonic", lambda: 0.0)
+    world.all_ready()
+    world.say(slots(1, 0), linked(0, 0, "out"))
+    monkeypatch.setattr(stage_set.time, "monotonic", lambda: 1.5)
+    patient = SimpleNamespace(phase=StagePhase.READY, progress=1)
+    for entry in world.stages.entries:
+        entry.memory.status.snapshot = lambda: patient  # type: ignore[method-assign,assignment,return-value]
+    with pytest.raises(StageTimeoutError, match="stage 1 did not link within 2 s, the limit is 1 s"):
+        world.stages.check_progress(None)
 
 
 def test_slots_are_told_once():

@@ -30,6 +30,15 @@ def watch() -> StageWatch:
     return made
 
 
+def test_links_have_a_time_of_their_own() -> None:
+    checked = watch()
+    assert checked.check_links([0, 1], 500.0) is None  # nobody was told to link
+    checked.linking(100.0)
+    assert checked.check_links([0, 1], 130.0) is None
+    assert checked.check_links([], 140.0) is None
+    assert checked.check_links([0, 1], 140.0) == "stage 0, 1 did not link within 40 s, the limit is 30 s"
+
+
 def test_progress_starts_the_time_anew() -> None:
     checked = watch()
     experts = StagePhase.EXPERTS

@@ -117,9 +117,21 @@ def test_a_restarted_stage_counts_from_zero() -> None:
     observed = two_stages()
     observed.observe(0, reading(clock(busy=5000), num_bytes=9000), 99.0)
     begin(observed)
+    observed.stage_ready(0, device="cpu", binding="off", numa_node=-1, device_bytes=1)
     observed.observe(0, reading(clock(busy=40), num_bytes=100), 101.0)
     view = observed.state(101.0).stages[0]
     assert (view.clock.busy_ns, view.counters.ram_to_device) == (40 * 10**6, 100)
+
+
+def test_a_reading_that_was_overtaken_changes_nothing() -> None:
+    observed = two_stages()
+    observed.observe(0, reading(clock(busy=500), num_bytes=1000), 99.0)
+    begin(observed)
+    observed.observe(0, reading(clock(busy=800), num_bytes=1700), 101.0)
+    before = observed.state(101.5)
+    observed.observe(0, reading(clock(busy=799), num_bytes=1690), 101.5)
+    assert observed.state(101.5) == before
+    assert before.stages[0].clock.busy_ns == 300 * 10**6
 
 
 def test_position_is_shown_within_the_request() -> None:

@@ -110,8 +110,8 @@ def test_busy_and_waits_are_the_wall_time(launches: Launches, kind: str) -> None
         parts = stage["busy_s"] + stage["wait_rows_s"] + stage["wait_experts_s"] + stage["wait_slot_s"]
         assert parts == pytest.approx(stage["wall_s"], rel=0.02)
         assert 0 < stage["hand_off_s"] <= stage["busy_s"]
-    # The first token comes when the last stage is done with the prompt, and not before.
-    assert report["ttft_s"] == pytest.approx(report["stages"][-1]["wall_s"], rel=0.1, abs=0.05)
+    # The first token comes when the last stage is done with the prompt: not before, and on its heels.
+    assert 0 <= report["ttft_s"] - report["stages"][-1]["wall_s"] < 2
 
 
 def test_experts_cross_once_in_one_super_chunk_and_once_per_super_chunk_in_more(launches: Launches) -> None:
@@ -158,6 +158,8 @@ def test_the_trace_has_spans_of_both_stages(launches: Launches) -> None:
     spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert len({event["pid"] for event in spans}) == 2
     assert all(event["dur"] >= 0 for event in spans)
+    ends = [event["ph"] for event in trace["traceEvents"] if event.get("name") == "rows"]
+    assert ends.count("s") == ends.count("f") > 0  # arrows from hand-offs to arrivals
 
 
 def test_stderr_is_one_json_object_a_line_if_asked(launches: Launches) -> None:

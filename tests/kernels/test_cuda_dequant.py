@@ -65,19 +65,18 @@ def on_host(tmp_path_factory: pytest.TempPathFactory) -> Expand:
 
 
 def random_blocks(name: str, *, batches: int, blocks: int, seed: int) -> torch.Tensor:
-    """Any byte pattern is a valid block, but scales that are not finite compare with nothing."""
+    """Bytes [batches, bytes]: any pattern is a valid block, also with scales that are not finite."""
     form = block_format(type_id(name))
     num_bytes = blocks * max(form.block_bytes, form.block_bytes * 32 // form.block_elements)
     generator = torch.Generator().manual_seed(seed)
-    while True:
-        raw = torch.randint(0, 256, (batches, num_bytes), dtype=torch.uint8, generator=generator)
-        raw[:, :] = torch.where(raw >= 124, raw & 59, raw) if form.block_elements == 1 else raw
-        values = dequantize(
-            raw.flatten(), type_id(name), raw.numel() // form.block_bytes * form.block_elements
-        )
-        if bool(torch.isfinite(values).all()):
-            return raw
-        generator.manual_seed(seed := seed + 1)
+    return torch.randint(0, 256, (batches, num_bytes), dtype=torch.uint8, generator=generator)
+
+
+def same(found: torch.Tensor, reference: torch.Tensor) -> bool:
+    """Whether all values are equal, a NaN to any NaN."""
+    return torch.equal(found.nan_to_num(nan=0.5), reference.nan_to_num(nan=0.5)) and torch.equal(
+        found.isnan(), reference.isnan()
+    )
 
 
 @pytest.mark.parametrize("name", cuda_dequant.CUDA_FORMATS)
@@ -92,7 +91,7 @@ def test_equals_the_reference_bit_for_bit(on_host: Expand, name: str, dtype: tor
     padded[:, : raw.shape[1]] = raw  # batches with a gap between them, at odd addresses
     out = torch.full(reference.shape, 99.0, dtype=dtype)
     on_host(name, padded, out)
-    assert torch.equal(out.float(), reference.to(dtype).float())
+    assert same(out.float(), reference.to(dtype).float())
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -131,4 +130,4 @@ def test_device_equals_the_reference(name: str) -> None:
     reference = dequantize(raw.flatten(), type_id(name), values)
     out = torch.empty(values, dtype=torch.float32, device="cuda")
     cuda_dequant.dequantize_cuda(raw.cuda(), type_id(name), out)
-    assert torch.equal(out.cpu(), reference)
+    assert same(out.cpu(), reference)

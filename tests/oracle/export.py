@@ -6,7 +6,7 @@ the exact oracle of its file. A tensor of a type that gguf cannot quantise (Q4_K
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import gguf
@@ -20,6 +20,7 @@ from torch import nn
 from strata_coord.coordinator.synthetic_blocks import RandomSource, random_rows
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 Type = gguf.GGMLQuantizationType
@@ -57,11 +58,28 @@ RECIPES: dict[str, dict[str, Type]] = {
 }
 
 
+# Of the other types gguf has no quantiser: random blocks are drawn, and the model gets their values.
+QUANTISED_BY_GGUF = {
+    Type.F16,
+    Type.BF16,
+    Type.Q4_0,
+    Type.Q4_1,
+    Type.Q5_0,
+    Type.Q5_1,
+    Type.Q8_0,
+    Type.TQ1_0,
+    Type.TQ2_0,
+    Type.MXFP4,
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOptions:
     """Forms that a real file may take."""
 
     recipe: str = "f32"
+    # Of kinds, over those of the recipe, wherever a tensor's rows are whole blocks of the type.
+    types: Mapping[str, Type] = field(default_factory=dict)
     shards: int = 1  # more: names end in -00001-of-0000N.gguf, tensors are cut evenly, so layers straddle
     empty_first_shard: bool = False  # the metadata shard holds no tensor
     fused_gate_up: bool = False
@@ -92,7 +110,10 @@ def export_gguf(model: nn.Module, path: Path, options: ExportOptions | None = No
     source = RandomSource(options.seed)
     types = RECIPES[options.recipe]
     for link in links:
-        _add_tensor(writer, link, types.get(link.kind, Type.F32), source)
+        kind = types.get(link.kind, Type.F32)
+        wanted = options.types.get(link.kind, kind)
+        fits = link.read().shape[-1] % gguf.GGML_QUANT_SIZES[wanted][0] == 0
+        _add_tensor(writer, link, wanted if fits else kind, source)
     trunk = model.config.num_hidden_layers
     for block in range(trunk, trunk + options.nextn_layers):
         writer.add_tensor(f"blk.{block}.nextn.enorm.weight", np.ones(model.config.hidden_size, np.float32))
@@ -139,7 +160,7 @@ def _add_tensor(writer: gguf.GGUFWriter, link: AnyLink, kind: Type, source: Rand
     if kind == Type.F32:
         writer.add_tensor(link.name, value.numpy())
         return
-    if kind == Type.Q4_K:
+    if kind not in QUANTISED_BY_GGUF:
         num_rows = value.numel() // value.shape[-1]
         std = float(value.std())
         raw = random_rows(source, int(kind), num_rows, value.shape[-1], std=std).reshape(

@@ -14,6 +14,7 @@ from status_pages import Page
 from strata_coord.ipc.errors import ProtocolError
 from strata_coord.ipc.host_memory import MappedSlots, create_memfd
 from strata_coord.ipc.messages import Put, Segment, SuperChunk
+from strata_coord.ipc.status_page import EventKind
 from strata_coord.stage_worker.backend import InlineStream, ThreadStream
 from strata_coord.stage_worker.hand_off_rows import (
     InboundRows,
@@ -168,6 +169,15 @@ def test_a_slot_is_announced_only_once_its_rows_are_in_it(pipe: Pipe) -> None:
     assert len(pipe.puts) == 1
 
 
+def test_each_hand_off_and_each_arrival_is_in_the_flight_recorder(pipe: Pipe) -> None:
+    pipe.outbound.send(super_chunk(0, 9, 4), torch.ones(9, WIDTH))
+    pipe.inbound.receive(super_chunk(0, 9, 4), torch.zeros(9, WIDTH))
+    sent = [event for event in pipe.sender.reader.events()[1] if event.kind is EventKind.HAND_OFF]
+    arrived = [event for event in pipe.receiver.reader.events()[1] if event.kind is EventKind.WAIT_ROWS]
+    assert [event.value for event in sent] == [4, 4, 1]
+    assert len(arrived) == 3
+
+
 def test_settle_without_a_copy_returns(pipe: Pipe) -> None:
     pipe.outbound.settle()
 
@@ -185,6 +195,13 @@ def test_rows_of_something_else_are_refused(pipe: Pipe, index: int, rows: int, m
     with pytest.raises(ProtocolError, match=message):
         pipe.inbound.receive(super_chunk(index, rows, 4), target)
     assert not target.any()
+
+
+def test_a_super_chunk_that_ends_too_early_is_refused(pipe: Pipe) -> None:
+    """Its last rows would be those that the buffer held before."""
+    pipe.outbound.send(super_chunk(0, 8, 4), torch.ones(8, WIDTH))
+    with pytest.raises(ProtocolError, match="super-chunk 0 ends at row 8, but its record has 9 rows"):
+        pipe.inbound.receive(super_chunk(0, 9, 4), torch.zeros(9, WIDTH))
 
 
 def test_a_worker_that_is_told_to_end_stops_waiting(pipe: Pipe) -> None:

@@ -83,3 +83,14 @@ def test_a_span_that_fails_leaves_the_phase_that_it_failed_in() -> None:
     seen = page.reader.snapshot()
     assert seen is not None
     assert seen.phase == StagePhase.WAITING_ROWS
+
+
+def test_parts_of_a_half_layer_and_the_head_are_progress() -> None:
+    page = Page()
+    page.reporter.attention_half(0)
+    seen = [page.reader.snapshot()]
+    for step in (page.reporter.advance, page.reporter.head, page.reporter.advance):
+        step()
+        seen.append(page.reader.snapshot())
+    assert [later.progress - seen[0].progress for later in seen if later and seen[0]] == [0, 1, 2, 3]
+    assert [one.phase.name for one in seen if one] == ["ATTENTION", "ATTENTION", "HEAD", "HEAD"]

@@ -330,6 +330,18 @@ def test_routed_only_moves_what_was_routed_and_is_not_resident(tiny_qwen3moe_q: 
         assert moved.total("file_read") == sum(size for expert, size in hits if expert >= 9)
 
 
+def test_progress_is_shown_inside_half_layers_and_the_head(tiny_qwen3moe_f32: TinyCase, folder: Path) -> None:
+    """A half layer of a large super-chunk may take longer than a stage may be silent."""
+    with StageChain(tiny_qwen3moe_f32.path, sub_chunk_tokens=64) as chain:
+        chain.prompt_logits(tiny_qwen3moe_f32.ids[:130].tolist(), folder, [130])
+        geometry, log = chain.index.geometry, chain.logs[0]
+    sub_chunks = 3
+    assert log.num_heads == 1
+    assert (
+        log.num_parts >= geometry.num_layers * (sub_chunks + geometry.experts.experts_per_token) + sub_chunks
+    )
+
+
 def test_routing_counts_are_rows_times_choices(tiny_qwen3moe_f32: TinyCase) -> None:
     with StageChain(tiny_qwen3moe_f32.path) as chain:
         chain.greedy(1, tiny_qwen3moe_f32.ids[:37].tolist(), 2)
@@ -434,6 +446,8 @@ class _Silent:
     def attention_half(self, layer: int) -> None: ...
     def expert_half(self, layer: int) -> None: ...
     def layer_done(self, layer: int, counts: Sequence[int]) -> None: ...
+    def head(self) -> None: ...
+    def advance(self) -> None: ...
 
 
 def _assignment(path: Path, **changes: object) -> StageAssignment:
