@@ -43,6 +43,7 @@ class Backend(Protocol):
     """A device: where its memory is and which streams it has."""
 
     device: torch.device
+    multiplies_batches: bool  # grouped products of several experts at once pay
 
     def empty(self, num_bytes: int) -> torch.Tensor:
         """Uninitialised device memory, uint8 [num_bytes]."""
@@ -172,6 +173,7 @@ class CpuBackend:
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
+        self.multiplies_batches = False  # a loop of plain products is as fast, and keeps ascending order
 
     def empty(self, num_bytes: int) -> torch.Tensor:
         """Uninitialised host memory, uint8 [num_bytes]."""

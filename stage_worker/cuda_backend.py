@@ -75,6 +75,7 @@ class CudaBackend:
             raise BindingError(message)
         torch.cuda.set_device(ordinal)
         self.device = torch.device("cuda", ordinal)
+        self.multiplies_batches = True
         self._compute = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         torch.cuda.set_stream(self._compute)
 

@@ -1,47 +1,43 @@
 """The routed experts of one layer, over all rows of a super-chunk.
 
-Experts run in ascending order, whichever tier they come from; an expert's rows run in groups of a bounded
-number, and the scaled outputs are added into one fp32 accumulator. A row meets an expert at most once, so an
-addition never collides with itself: no atomics, no [S, K, D], and the same sum for any S.
+Experts are used in one order, whichever way they come: ascending, or residents first where a device
+multiplies batches of them. A row meets an expert at most once and each batch adds into one fp32 accumulator,
+so an addition never collides with itself: no atomics, no [S, K, D], and the same sum for any S.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from strata_coord.ipc.errors import InvariantError
 from strata_coord.ipc.messages import UploadPolicy
-from strata_coord.kernels import dequant
 from strata_coord.stage_worker.backend import Stream
-from strata_coord.stage_worker.blobs import BlobLayout, BlobRun
+from strata_coord.stage_worker.blobs import BlobLayout
 from strata_coord.stage_worker.clock import ActivityClock
 from strata_coord.stage_worker.counters import TransferCounters
+from strata_coord.stage_worker.expert_math import ExpertBatch, ExpertMath, RoutedRows
 from strata_coord.stage_worker.expert_tiers import ExpertTiers
 from strata_coord.stage_worker.models.family import ExpertMlp
 from strata_coord.stage_worker.stager import Stager
-from strata_coord.stage_worker.uploads import routed_only_order
+from strata_coord.stage_worker.uploads import order_of_use, routed_only_order
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoutedRows:
-    """The rows of a super-chunk sorted by the expert they are routed to."""
+def group_by_expert(
+    ids_SK: torch.Tensor,
+    weights_SK: torch.Tensor,
+    *,
+    num_experts: int,
+    order: Sequence[int] | None = None,
+) -> RoutedRows:
+    """Sort (row, choice) pairs by the order in which experts are used, rows ascending within an expert.
 
-    tokens: torch.Tensor  # int64 [S * K]: row of the super-chunk
-    weights: torch.Tensor  # fp32 [S * K, 1]
-    counts: tuple[int, ...]  # rows of each expert
-
-
-def group_by_expert(ids_SK: torch.Tensor, weights_SK: torch.Tensor, *, num_experts: int) -> RoutedRows:
-    """Sort (row, choice) pairs by expert, rows ascending within an expert.
-
-    Reads the counts back to the host: the one read-back a layer that the routed-only policy needs.
+    order: all experts in order of use; None: ascending. Reads the counts back to the host: the one read-back
+    a layer that the routed-only policy needs.
 
     Raises:
         InvariantError: an id is outside [0, num_experts). Expert bytes are addressed by what comes from here.
     """
     flat = ids_SK.flatten()
-    order = torch.argsort(flat, stable=True)
     # One place below the first expert and one above the last count the ids that are neither.
     below, *counts, above = torch.bincount(
         flat.clamp(-1, num_experts) + 1, minlength=num_experts + 2
@@ -49,23 +45,23 @@ def group_by_expert(ids_SK: torch.Tensor, weights_SK: torch.Tensor, *, num_exper
     if below or above:
         message = f"{below + above} of {flat.numel()} routed ids are not of experts 0 to {num_experts - 1}"
         raise InvariantError(message)
+    experts = tuple(range(num_experts)) if order is None else tuple(order)
+    if order is not None:
+        places = torch.empty(num_experts, dtype=torch.int64)
+        places[list(experts)] = torch.arange(num_experts)
+        flat = places.to(flat.device)[flat]
+    sorted_pairs = torch.argsort(flat, stable=True)
     return RoutedRows(
-        tokens=order // ids_SK.shape[1],
-        weights=weights_SK.flatten()[order].unsqueeze(1),
-        counts=tuple(counts),
+        order=sorted_pairs,
+        tokens=sorted_pairs // ids_SK.shape[1],
+        weights=weights_SK.flatten()[sorted_pairs].unsqueeze(1),
+        experts=experts,
+        counts=tuple(counts[expert] for expert in experts),
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Expansion:
-    """Where the experts of one layer are expanded to. Views are made once: a token makes thousands else."""
-
-    runs: tuple[tuple[BlobRun, torch.Tensor], ...]  # scratch of each run
-    matrices: tuple[torch.Tensor, ...]  # gate, up and down as they lie in the scratch
-
-
 class ExpertHalf:
-    """Runs the expert half of any layer of the stage; owns the scratch that one expert is expanded into."""
+    """Runs the expert half of any layer of the stage: brings the experts, lets math multiply them."""
 
     def __init__(
         self,
@@ -75,124 +71,118 @@ class ExpertHalf:
         compute: Stream,
         clock: ActivityClock,
         counters: TransferCounters,
-        group_rows: int,
-        dtype: torch.dtype = torch.float32,
+        math: ExpertMath,
         advance: Callable[[], None] = lambda: None,
     ) -> None:
-        """Build it.
-
-        dtype: of expanded experts and of their products' operands; sums are fp32. advance: called after each
-        expert.
-        """
+        """Build it. advance: called after each expert or batch of them."""
         self._advance = advance
-        self._dtype = dtype
         self._tiers = tiers
         self._stager = stager
         self._compute = compute
         self._clock = clock
         self._counters = counters
-        self._group_rows = group_rows
-        self._expansions: dict[int, _Expansion] = {}  # by layer
+        self._math = math
+
+    def sort(
+        self, layer: int, ids_SK: torch.Tensor, weights_SK: torch.Tensor, *, num_experts: int
+    ) -> RoutedRows:
+        """The layer's pairs in the order in which its experts are used."""
+        order = None
+        if self._math.max_batch > 1 and num_experts:
+            order = order_of_use(self._tiers.residency, layer=layer, num_experts=num_experts)
+        return group_by_expert(ids_SK, weights_SK, num_experts=num_experts, order=order)
 
     def run(
         self,
         layer: int,
         *,
         x_SD: torch.Tensor,
+        weights_SK: torch.Tensor,
         rows: RoutedRows,
         policy: UploadPolicy,
         sum_SD: torch.Tensor,
         mlp: ExpertMlp,
     ) -> None:
         """Add every routed expert's weighted output into sum_SD, fp32 [S, D]. mlp: the experts' formula."""
-        experts: Sequence[int] = range(len(rows.counts))
+        places = range(len(rows.experts))
         if policy == "routed-only":
-            experts = hit = [expert for expert in experts if rows.counts[expert]]
+            hit = [rows.experts[place] for place in places if rows.counts[place]]
             self._stager.plan(routed_only_order(self._tiers.residency, layer=layer, routed_experts=hit))
-        layout = self._tiers.layouts[layer]
-        first = 0
-        for expert in experts:
-            count = rows.counts[expert]
-            resident = self._tiers.resident_blob(layer, expert)
-            last = first + count
-            if resident is not None:
-                if count:
-                    self._counters.add(resident_hit=layout.num_bytes)
-                    self._multiply(layout, resident, x_SD, rows, first, last, sum_SD, mlp, expert)
-            elif count or policy == "stream-all":
+        self._math.begin(x_SD, rows, weights_SK)
+        walk = _LayerExperts(self._tiers.layouts[layer], rows, self._math, sum_SD, mlp)
+        residents = self._tiers.resident_experts(layer)
+        resident_blobs = self._tiers.resident_blobs(layer)
+        place = 0
+        while place < len(rows.experts):
+            expert, is_hit = rows.experts[place], bool(rows.counts[place])
+            if expert in residents:
+                stop = place + 1
+                while stop - place < self._math.max_batch and stop < len(rows.experts):
+                    if rows.experts[stop] not in residents:
+                        break
+                    stop += 1
+                batch = rows.experts[place:stop]
+                num_hit = sum(1 for count in rows.counts[place:stop] if count)
+                if num_hit:
+                    self._counters.add(resident_hit=num_hit * walk.layout.num_bytes)
+                    first = residents[batch[0]]
+                    walk.use(batch, resident_blobs[first : first + len(batch)])
+                place = stop
+                self._advance()
+                continue
+            if (is_hit or policy == "stream-all") and place not in walk.used:
                 upload = self._stager.acquire(layer, expert)
                 with self._clock.during("wait_experts"):
                     self._compute.wait(upload.ready)
-                if count:
-                    self._multiply(layout, upload.blob, x_SD, rows, first, last, sum_SD, mlp, expert)
+                walk.use(upload.experts, upload.blobs)
                 self._stager.release(upload, self._compute)
-            first = last
+            place += 1
             self._advance()
 
-    def _multiply(
+
+class _LayerExperts:
+    """The experts of one layer on their way through the math."""
+
+    def __init__(
         self,
         layout: BlobLayout,
-        blob: torch.Tensor,
-        x_SD: torch.Tensor,
         rows: RoutedRows,
-        first: int,
-        last: int,
+        math: ExpertMath,
         sum_SD: torch.Tensor,
         mlp: ExpertMlp,
-        expert: int,
     ) -> None:
-        gate, up, down = self._expand(layout, blob)
-        for start in range(first, last, self._group_rows):
-            stop = min(start + self._group_rows, last)
-            if stop - start == len(x_SD):
-                # An expert meets a row at most once, in ascending order: these are all rows as they lie.
-                sum_SD.add_(mlp(expert, x_SD, gate, up, down).mul_(rows.weights[start:stop]))
+        self.layout = layout
+        self.used: set[int] = set()  # places
+        self._rows = rows
+        self._math = math
+        self._sum_SD = sum_SD
+        self._mlp = mlp
+        self._place_of = {expert: place for place, expert in enumerate(rows.experts)}
+        self._begins = [0]
+        for count in rows.counts:
+            self._begins.append(self._begins[-1] + count)
+
+    def use(self, experts: Sequence[int], blobs: torch.Tensor) -> None:
+        """Multiply the rows of experts, whose bytes are blobs, uint8 [experts, stride]."""
+        for start in range(0, len(experts), self._math.max_batch):
+            batch = experts[start : start + self._math.max_batch]
+            places = [self._place_of[expert] for expert in batch]
+            self.used.update(places)
+            first, last = self._begins[places[0]], self._begins[places[-1] + 1]
+            if first == last:
                 continue
-            tokens = rows.tokens[start:stop]
-            out = mlp(expert, x_SD[tokens], gate, up, down)
-            sum_SD.index_add_(0, tokens, out.mul_(rows.weights[start:stop]))
-
-    def _expand(self, layout: BlobLayout, blob: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return gate, up and down of an expert, valid until the next call."""
-        expansion = self._expansions.get(layout.layer)
-        if expansion is None:
-            self._expansions = _expansions(self._tiers.layouts.values(), self._dtype, blob.device)
-            expansion = self._expansions[layout.layer]
-        for run, scratch in expansion.runs:
-            dequant.dequantize(
-                blob[run.offset_bytes : run.offset_bytes + run.num_bytes],
-                run.ggml_type,
-                run.num_elements,
-                out=scratch,
+            self._math.add(
+                self.layout,
+                ExpertBatch(
+                    experts=batch,
+                    blobs=blobs[start : start + len(batch)],
+                    places=places,
+                    first=first,
+                    last=last,
+                ),
+                sum_SD=self._sum_SD,
+                mlp=self._mlp,
             )
-        return expansion.matrices
-
-
-def _expansions(
-    layouts: Collection[BlobLayout], dtype: torch.dtype, device: torch.device
-) -> dict[int, _Expansion]:
-    """Take scratch that the largest expert fits in, and return each layer's views of it."""
-    sizes: dict[str, int] = {}
-    for layout in layouts:
-        for run in layout.runs:
-            name = run.parts[0].name
-            sizes[name] = max(sizes.get(name, 0), run.num_elements)
-    scratch = {name: torch.empty(size, dtype=dtype, device=device) for name, size in sizes.items()}
-    return {layout.layer: _expansion(layout, scratch) for layout in layouts}
-
-
-def _expansion(layout: BlobLayout, scratch: Mapping[str, torch.Tensor]) -> _Expansion:
-    runs: list[tuple[BlobRun, torch.Tensor]] = []
-    matrices: list[torch.Tensor] = []
-    for run in layout.runs:
-        values = scratch[run.parts[0].name][: run.num_elements]
-        runs.append((run, values))
-        sizes = [part.out_features * part.in_features for part in run.parts]
-        for part, matrix in zip(run.parts, torch.split(values, sizes), strict=True):
-            matrices.append(matrix.view(part.out_features, part.in_features))
-    if len(matrices) == 2:  # gate and up fused, gate rows first
-        matrices[:1] = matrices[0].chunk(2, dim=0)
-    return _Expansion(runs=tuple(runs), matrices=tuple(matrices))
 
 
 def add_routing_counts(table: Mapping[int, memoryview], layer: int, counts: Sequence[int]) -> None:

@@ -4,12 +4,12 @@ Owns the two buffers and knows how to bring one blob into a given target. Does n
 (residency.py) nor when a blob moves (stager.py).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
 from strata_coord.stage_worker.backend import Backend
-from strata_coord.stage_worker.blobs import BlobLayout
+from strata_coord.stage_worker.blobs import BlobLayout, aligned
 from strata_coord.stage_worker.byte_reader import ByteReader
 from strata_coord.stage_worker.residency import Residency
 
@@ -34,6 +34,19 @@ class ExpertTiers:
         self._cache = backend.empty(residency.cache_bytes)
         self._arena = torch.empty(residency.arena_bytes, dtype=torch.uint8) if arena is None else arena
         self._staging = torch.empty(self.max_blob_bytes, dtype=torch.uint8)
+        self._residents: dict[int, dict[int, int]] = {layer: {} for layer in self.layouts}
+        starts: dict[int, int] = {}
+        for (layer, expert), offset in residency.cache_offsets.items():
+            starts.setdefault(layer, offset)
+            self._residents[layer][expert] = len(self._residents[layer])
+        self._resident_blobs = {
+            layer: self._rows_of(layout, starts.get(layer, 0), len(self._residents[layer]))
+            for layer, layout in self.layouts.items()
+        }
+
+    def _rows_of(self, layout: BlobLayout, start: int, num_experts: int) -> torch.Tensor:
+        stride = aligned(layout.num_bytes)
+        return self._cache[start : start + stride * num_experts].view(num_experts, stride)
 
     def load(self, *, progress: Callable[[int, int], None]) -> None:
         """Read the experts of both buffers from the files; progress gets bytes done and bytes in all."""
@@ -59,10 +72,27 @@ class ExpertTiers:
         offset = self.residency.cache_offsets.get((layer, expert))
         return None if offset is None else self._cache[offset : offset + self.layouts[layer].num_bytes]
 
-    def arena_blob(self, layer: int, expert: int) -> torch.Tensor | None:
-        """The expert's bytes in the arena, uint8 [blob bytes], or None if they are only in the file."""
-        offset = self.residency.arena_offsets.get((layer, expert))
-        return None if offset is None else self._arena[offset : offset + self.layouts[layer].num_bytes]
+    def resident_experts(self, layer: int) -> Mapping[int, int]:
+        """Resident experts of a layer -> their row in resident_blobs."""
+        return self._residents[layer]
+
+    def resident_blobs(self, layer: int) -> torch.Tensor:
+        """All resident experts of a layer, uint8 [experts, stride], as they lie in the expert cache."""
+        return self._resident_blobs[layer]
+
+    def arena_blobs(self, layer: int, experts: Sequence[int]) -> torch.Tensor | None:
+        """The bytes of neighbours in the arena, first blob to last, or None if they are only in the file."""
+        offset = self.residency.arena_offsets.get((layer, experts[0]))
+        if offset is None:
+            return None
+        num_bytes = self.layouts[layer].num_bytes
+        return self._arena[offset : offset + aligned(num_bytes) * (len(experts) - 1) + num_bytes]
+
+    def are_neighbours(self, layer: int, expert: int, other: int) -> bool:
+        """Whether other lies right behind expert in the arena."""
+        offsets = self.residency.arena_offsets
+        here, there = offsets.get((layer, expert)), offsets.get((layer, other))
+        return here is not None and there == here + aligned(self.layouts[layer].num_bytes)
 
     def read_file(self, layer: int, expert: int, target: torch.Tensor) -> None:
         """Read the expert's parts from the file into target, host uint8 [blob bytes], as one blob."""

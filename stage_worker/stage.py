@@ -20,6 +20,12 @@ from strata_coord.stage_worker.clock import ActivityClock
 from strata_coord.stage_worker.counters import TransferCounters
 from strata_coord.stage_worker.dense import DenseWeights, check_shapes
 from strata_coord.stage_worker.expert_half import ExpertHalf
+from strata_coord.stage_worker.expert_math import (
+    ExpertMath,
+    GroupedExpertMath,
+    SingleExpertMath,
+    grouped_refusal,
+)
 from strata_coord.stage_worker.expert_tiers import ExpertTiers
 from strata_coord.stage_worker.head import HEAD_GROUP, OUTPUT_GROUP, Head
 from strata_coord.stage_worker.models.catalog import build_family
@@ -88,6 +94,7 @@ class Stage:
             ModelError: a tensor is missing or has a shape that the architecture's maths cannot take.
         """
         self.assignment = assignment
+        self.notes: list[str] = []  # what this stage does less well than it could, and why
         self._observer = observer
         self.clock = clock or ActivityClock()
         self.counters = counters or TransferCounters()
@@ -116,6 +123,7 @@ class Stage:
             backend=self.backend,
             window_slots=assignment.window_slots,
             counters=self.counters,
+            upload_group=assignment.upload_group,
         )
         groups = _dense_groups(tensors, layouts, layers=layers, is_last=self.is_last)
         for layer in layers:
@@ -162,8 +170,7 @@ class Stage:
                 compute=self.compute,
                 clock=self.clock,
                 counters=self.counters,
-                group_rows=assignment.expert_group_rows,
-                dtype=weights_dtype,
+                math=self._expert_math(layouts, weights_dtype),
                 advance=observer.advance,
             ),
             stager=self._stager,
@@ -172,6 +179,28 @@ class Stage:
             backend=self.backend,
             max_rows=assignment.super_chunk_tokens,
             observer=observer,
+        )
+
+    def _expert_math(self, layouts: Sequence[BlobLayout], dtype: torch.dtype) -> ExpertMath:
+        """Grouped products where the device and the experts allow, else one expert after the other."""
+        assignment, experts = self.assignment, self.assignment.geometry.experts
+        with_experts = [layout for layout in layouts if layout.num_experts]
+        if self.backend.multiplies_batches and with_experts:
+            is_plain = experts.activation == "swiglu" and not experts.biases
+            refusal = grouped_refusal(with_experts, is_plain=is_plain, dtype=dtype)
+            if refusal is None:
+                return GroupedExpertMath(
+                    with_experts,
+                    max_batch=max(assignment.upload_group, 1),
+                    pass_rows=assignment.expert_group_rows,
+                    device=self.backend.device,
+                )
+            self.notes.append(f"experts are multiplied one by one: {refusal}")
+        return SingleExpertMath(
+            layouts,
+            group_rows=assignment.expert_group_rows,
+            dtype=dtype,
+            device=self.backend.device,
         )
 
     @property

@@ -1,12 +1,20 @@
 """Pure: which experts a pass uploads, in which order.
 
-Both policies go through the experts in ascending order, which is also the order in which their outputs are
-added: the sum of a row is then the same whatever is resident.
+Both policies upload experts in ascending order. Where they are multiplied one by one, resident ones take
+their place in between, and the sum of a row is the same whatever is resident; where a device multiplies
+batches, residents go first.
 """
 
 from collections.abc import Iterator, Sequence
 
 from strata_coord.stage_worker.residency import Residency
+
+
+def order_of_use(residency: Residency, *, layer: int, num_experts: int) -> tuple[int, ...]:
+    """All experts of a layer with residents first: batches of neighbours then have no gap between them."""
+    streamed = residency.streamed(layer, range(num_experts))
+    absent = set(streamed)
+    return (*(expert for expert in range(num_experts) if expert not in absent), *streamed)
 
 
 def stream_all_order(

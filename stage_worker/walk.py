@@ -18,7 +18,7 @@ import torch
 from strata_coord.ipc.messages import NotFinite, SuperChunk
 from strata_coord.stage_worker.backend import Backend, Stream
 from strata_coord.stage_worker.dense import DenseWeights
-from strata_coord.stage_worker.expert_half import ExpertHalf, group_by_expert
+from strata_coord.stage_worker.expert_half import ExpertHalf
 from strata_coord.stage_worker.finite_guard import FiniteGuard
 from strata_coord.stage_worker.models.family import ExpertHalfInput, Family, Layer, SegmentRows
 from strata_coord.stage_worker.residency import Residency
@@ -172,9 +172,11 @@ class Walk:
             weights_SK=buffers.weights_SK[:num_rows],
         )
         num_experts = self._experts.count(layer.index)
-        routed = group_by_expert(
-            buffers.ids_SK[: num_rows if num_experts else 0],
-            buffers.weights_SK[: num_rows if num_experts else 0],
+        num_routed = num_rows if num_experts else 0
+        routed = self._expert_half.sort(
+            layer.index,
+            buffers.ids_SK[:num_routed],
+            buffers.weights_SK[:num_routed],
             num_experts=self._experts.num_experts,
         )
         # The shared expert starts the sum, so that it can run while the uploads are on their way.
@@ -190,6 +192,7 @@ class Walk:
             self._expert_half.run(
                 layer.index,
                 x_SD=buffers.x_SD[:num_rows],
+                weights_SK=buffers.weights_SK[:num_rows],
                 rows=routed,
                 policy=super_chunk.upload,
                 sum_SD=buffers.sum_SD[:num_rows],
@@ -199,7 +202,7 @@ class Walk:
             here = slice(sub.start, sub.stop)
             layer.combine(rows_SW[here], buffers.sum_SD[here], half)
         guard.after_experts(layer.index, rows_SW)
-        self._observer.layer_done(layer.index, routed.counts)
+        self._observer.layer_done(layer.index, routed.counts_by_expert())
 
     def _segment_rows(
         self, super_chunk: SuperChunk, sub: SubChunk, token_ids: Sequence[torch.Tensor]

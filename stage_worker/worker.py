@@ -140,7 +140,7 @@ class Worker:
                 arena_bytes=stage.arena_bytes(),
                 load_file_read=self._counters.snapshot().file_read,
                 load_seconds=(loaded_ns - started_ns) / 1e9,
-                notes=tuple(notes),
+                notes=(*notes, *stage.notes),
             )
         )
 

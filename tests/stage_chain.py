@@ -101,6 +101,7 @@ class StageChain:
         kv_pool_tokens: int | None = None,
         max_snapshots: int = 8,
         compute_dtype: ComputeDtype = "fp32",
+        upload_group: int = 1,
         backend: Callable[[], Backend] = CpuBackend,
     ) -> None:
         self.index = load_model_index(path)
@@ -123,6 +124,7 @@ class StageChain:
                     kv_pool_tokens=kv_pool_tokens or max_sequences * context_tokens,
                     max_snapshots=max_snapshots,
                     compute_dtype=compute_dtype,
+                    upload_group=upload_group,
                 ),
                 observer=self.logs[stage],
                 backend=backend(),
@@ -299,6 +301,7 @@ def assignment(
     kv_pool_tokens: int,
     max_snapshots: int,
     compute_dtype: ComputeDtype = "fp32",
+    upload_group: int = 1,
 ) -> StageAssignment:
     """One stage's assignment, every choice made by hand."""
     first, last = edges[stage], edges[stage + 1]
@@ -328,6 +331,7 @@ def assignment(
         max_sequences=max_sequences,
         max_snapshots=max_snapshots,
         compute_dtype=compute_dtype,
+        upload_group=upload_group,
         context_tokens=context_tokens,
     )
 

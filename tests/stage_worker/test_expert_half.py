@@ -12,6 +12,7 @@ from strata_coord.stage_worker.backend import CpuBackend
 from strata_coord.stage_worker.clock import ActivityClock
 from strata_coord.stage_worker.counters import TransferCounters
 from strata_coord.stage_worker.expert_half import ExpertHalf, add_routing_counts, group_by_expert
+from strata_coord.stage_worker.expert_math import SingleExpertMath
 from strata_coord.stage_worker.expert_tiers import ExpertTiers
 from strata_coord.stage_worker.residency import place_experts
 from strata_coord.stage_worker.stager import Stager
@@ -51,7 +52,9 @@ class Half:
             compute=backend.compute_stream(),
             clock=ActivityClock(),
             counters=self.counters,
-            group_rows=group_rows,
+            math=SingleExpertMath(
+                layouts, group_rows=group_rows, dtype=torch.float32, device=torch.device("cpu")
+            ),
         )
 
     def run(
@@ -66,6 +69,7 @@ class Half:
             self.half.run(
                 layer,
                 x_SD=x_SD,
+                weights_SK=weights_SK,
                 rows=rows,
                 policy=policy,  # type: ignore[arg-type]
                 sum_SD=sum_SD,

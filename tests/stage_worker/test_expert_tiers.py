@@ -51,7 +51,7 @@ def test_each_expert_is_in_its_tier_as_one_blob(experts: ExpertFile, loaded: Loa
             blob = experts.blob(layer, expert)
             in_cache, in_arena = expert in RESIDENT[layer], expert in IN_ARENA[layer]
             assert content(loaded.tiers.resident_blob(layer, expert)) == (blob if in_cache else None)
-            assert content(loaded.tiers.arena_blob(layer, expert)) == (blob if in_arena else None)
+            assert content(loaded.tiers.arena_blobs(layer, [expert])) == (blob if in_arena else None)
 
 
 def test_loading_reads_what_has_a_place_and_tells_how_far_it_is(experts: ExpertFile, loaded: Loaded) -> None:
@@ -75,7 +75,7 @@ def test_the_arena_may_be_memory_of_somebody_else(experts: ExpertFile) -> None:
     arena = torch.full((100_000,), 0xAA, dtype=torch.uint8)
     made = Loaded(experts, arena)
     made.reader.close()
-    blob = made.tiers.arena_blob(1, 2)
+    blob = made.tiers.arena_blobs(1, [2])
     assert blob is not None
     assert content(blob) == experts.blob(1, 2)
     assert arena.data_ptr() <= blob.data_ptr() < arena.data_ptr() + arena.numel()
