@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from oracle.reference import reference
 from oracle.vocabulary import tiny_vocabulary
 from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 SMALLEST_GAP = 1e-4
 NUM_TOKENS = 200
@@ -28,7 +32,13 @@ def stored_ids(name: str) -> torch.Tensor:
     return torch.tensor(json.loads(_FILE.read_text("utf-8"))[name], dtype=torch.int64)
 
 
-def find_clear_ids(model: nn.Module, *, num_tokens: int = NUM_TOKENS, seed: int = 1) -> torch.Tensor:
+def find_clear_ids(
+    model: nn.Module,
+    *,
+    num_tokens: int = NUM_TOKENS,
+    seed: int = 1,
+    ends_of_text: Sequence[int] = END_OF_TEXT_POSITIONS,
+) -> torch.Tensor:
     """Return a random prompt whose every gap is at least SMALLEST_GAP.
 
     A token decides only its own and later choices, so the first token with a narrow gap is redrawn until none
@@ -40,7 +50,7 @@ def find_clear_ids(model: nn.Module, *, num_tokens: int = NUM_TOKENS, seed: int 
     vocabulary = tiny_vocabulary()
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, vocabulary.end_of_text, (num_tokens,), generator=generator)
-    fixed = [position for position in END_OF_TEXT_POSITIONS if position < num_tokens]
+    fixed = [position for position in ends_of_text if position < num_tokens]
     ids[fixed] = vocabulary.end_of_text
     narrow = 0
     for _ in range(_MAX_PASSES):

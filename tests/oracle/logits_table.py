@@ -26,6 +26,7 @@ from strata_coord.coordinator.ggml_types import WEIGHT_TYPES
 Type = gguf.GGMLQuantizationType
 NUM_LAYERS = 4
 NUM_TOKENS = 64
+ENDS_OF_TEXT = (17, 18, 40)
 CHUNKS = [1, 2, 1, 23, 36, 1]
 KINDS = ("embedding", "output", "attention", "mixer", "hyper", "shared", "experts_gate_up", "experts_down")
 
@@ -38,7 +39,7 @@ def errors(architecture: str, weight_type: Type | None, folder: Path) -> tuple[l
     if weight_type is not None:
         options = ExportOptions(recipe="quantised", types=dict.fromkeys(KINDS, weight_type))
     export_gguf(model, path, options)
-    ids = find_clear_ids(model, num_tokens=NUM_TOKENS)
+    ids = find_clear_ids(model, num_tokens=NUM_TOKENS, ends_of_text=ENDS_OF_TEXT)
     oracle = reference(model, ids)
     found, agrees = [], True
     for boundaries, cuts in (((), [NUM_TOKENS]), ((), CHUNKS), ((2,), [NUM_TOKENS]), ((1, 3), CHUNKS)):
