@@ -3,8 +3,6 @@
 No atomics: a row's sum is made by one program, so it is the same for any grouping and any super-chunk. A row
 meets an expert at most once, and pairs are sorted by expert, so ascending position is ascending expert.
 
-No stage calls this yet: expert_half adds expert by expert, on every device.
-
 Letters: S rows, K choices of a row, D hidden size, n rows of y.
 """
 

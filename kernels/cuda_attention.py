@@ -7,8 +7,6 @@ reference, for windows, sinks and cards that flash does not run on.
 
 Floor: 4 T (P + T / 2) Q D operations for T rows after P positions.
 
-No stage calls this yet: models/attention.py runs the reference on every device.
-
 Letters: T query rows, L positions, Q query heads, G key-value heads, D head dim.
 """
 

@@ -4,8 +4,6 @@
 experts: those at sorted positions offsets[0] .. offsets[G] - 1, past skip_rows of them, at most as many as
 the scratch has rows. Bounds are read on the device; the host knows only the capacity.
 
-No stage calls this yet: expert_half multiplies expert by expert, on every device.
-
 Letters: S rows of the super-chunk, P pairs, n rows of the scratch, D hidden size, F expert width, G experts.
 """
 

@@ -353,21 +353,25 @@ class SequenceState:
                 self._table.write(scales, first_position, scale_GT.unsqueeze(-1))
             self._table.write(memory, first_position, rows_GTD)
 
-    def read_kv(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
-        """Return fp32 keys and values [G, length, D]; views of the pool where dtype and pages allow."""
-        return self._read(layer, lambda memory: self._table.read(memory, length))
+    def read_kv(
+        self, layer: int, length: int, *, dtype: torch.dtype = torch.float32
+    ) -> tuple[Tensor, Tensor]:
+        """Return keys and values [G, length, D]; views of the pool where dtype and pages allow."""
+        return self._read(layer, lambda memory: self._table.read(memory, length), dtype)
 
     def read_kv_at(self, layer: int, positions_N: Tensor) -> tuple[Tensor, Tensor]:
         """Return fp32 keys and values [G, N, D] of int64 positions in any order."""
-        return self._read(layer, lambda memory: self._table.read_at(memory, positions_N))
+        return self._read(layer, lambda memory: self._table.read_at(memory, positions_N), torch.float32)
 
-    def _read(self, layer: int, rows: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    def _read(
+        self, layer: int, rows: Callable[[Tensor], Tensor], dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
         pool = self.pool
         if layer not in pool.key_scales:
-            return rows(pool.keys[layer]).float(), rows(pool.values[layer]).float()
+            return rows(pool.keys[layer]).to(dtype), rows(pool.values[layer]).to(dtype)
         return (
-            dequantize_rows(rows(pool.keys[layer]), rows(pool.key_scales[layer]).squeeze(-1)),
-            dequantize_rows(rows(pool.values[layer]), rows(pool.value_scales[layer]).squeeze(-1)),
+            dequantize_rows(rows(pool.keys[layer]), rows(pool.key_scales[layer]).squeeze(-1)).to(dtype),
+            dequantize_rows(rows(pool.values[layer]), rows(pool.value_scales[layer]).squeeze(-1)).to(dtype),
         )
 
     def write_blocks(self, layer: int, first_block: int, keys_MI: Tensor) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from strata_coord.ipc.assignment import AttentionGeometry, ModelGeometry, YarnGeometry
 from strata_coord.kernels.attention import causal_attention
+from strata_coord.kernels.cuda_attention import attention_way, causal_attention_cuda
 from strata_coord.kernels.linear import linear
 from strata_coord.kernels.norm import rms_norm
 from strata_coord.kernels.rope import rotary_table, rotate, rotate_neighbours, yarn_frequencies
@@ -131,8 +132,17 @@ class Attention:
         x_TD is the whole sub-chunk's input.
         """
         del x_TD
+        length = segment.first_position + segment.count
         sinks = require_tensor(weights, "attn_sinks.weight", self.layer) if self.geometry.sinks else None
-        k, v = segment.state.read_kv(self.layer, segment.first_position + segment.count)
+        dtype = require_tensor(weights, "attn_output.weight", self.layer).dtype  # of the launch's products
+        way, _ = attention_way(
+            q_TQD.device, dtype, q_TQD.shape[2], window=self.window, has_sinks=sinks is not None
+        )
+        if way != "masks":
+            k, v = segment.state.read_kv(self.layer, length, dtype=dtype)
+            out = causal_attention_cuda(q_TQD.to(dtype), k, v, segment.first_position, way=way)
+            return out.to(q_TQD.dtype)
+        k, v = segment.state.read_kv(self.layer, length)
         return causal_attention(q_TQD, k, v, segment.first_position, window=self.window, sinks_Q=sinks)
 
     def _projections(self, weights: LayerWeights, kind: str) -> tuple[Tensor, Tensor, Tensor]:
