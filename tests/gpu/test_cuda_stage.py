@@ -14,6 +14,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.timeout(300),
+    pytest.mark.leaves("the CUDA context, whose descriptors live as long as the process"),
 ]
 CASES = ["tiny_qwen3moe_f32", "tiny_qwen3moe_q", "tiny_qwen4exp_f32", "tiny_qwen4exp_q"]
 

@@ -120,6 +120,7 @@ def test_compiles_for_every_card_people_own(tmp_path: Path, architecture: str) -
 
 
 @pytest.mark.gpu
+@pytest.mark.leaves("the CUDA context, whose descriptors live as long as the process")
 @pytest.mark.parametrize("name", cuda_dequant.CUDA_FORMATS)
 def test_device_equals_the_reference(name: str) -> None:
     if not torch.cuda.is_available():
