@@ -34,6 +34,9 @@ class FoundDevices:
     reason: str = ""
 
 
+NO_LIBRARY = "the package nvidia-ml-py is not installed: pip install -e '.[cuda13]'"
+
+
 def find_devices(
     *, num_nodes: int, environment: Mapping[str, str] = os.environ, sysfs: Path = _SYSFS_DEVICES
 ) -> FoundDevices:
@@ -47,7 +50,7 @@ def find_devices(
     try:
         import pynvml
     except ImportError:
-        return FoundDevices(reason="the package nvidia-ml-py is not installed")
+        return FoundDevices(reason=NO_LIBRARY)
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:

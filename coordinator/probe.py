@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from strata_coord.coordinator.cuda_install import missing_for_cuda
-from strata_coord.coordinator.gpus import FoundDevices, find_devices
+from strata_coord.coordinator.gpus import NO_LIBRARY, FoundDevices, find_devices
 from strata_coord.coordinator.rig import ASSUMED_RATES, Limits, NodeFacts, Rate, Rig
 
 __all__ = ["cpu_list", "measured_copy_rate", "memory_limit", "probe_rig", "usable_devices"]
@@ -24,6 +24,8 @@ _SYSFS_NODES = Path("/sys/devices/system/node")
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
 # Large enough to leave the caches of common hosts, small enough to take a few milliseconds.
+# The driver's own device node. Without it there is no card, and a laptop needs no word about one.
+_CARD_NODE = Path("/dev/nvidiactl")
 _COPY_BYTES = 32 << 20
 _COPY_RUNS = 3
 # cgroup v1 writes "no limit" as a number near 2**63.
@@ -56,7 +58,7 @@ def probe_rig(*, measure: bool = True) -> Rig:
         limits=Limits(memory_bytes=limit, memlock_bytes=_memlock()),
         rates=rates,
         devices=found.devices,
-        no_devices=found.reason,
+        no_devices="" if found.reason == NO_LIBRARY and not _CARD_NODE.exists() else found.reason,
     )
 
 
