@@ -93,7 +93,8 @@ class WorkerProcess:
             ended = f"was killed by {_signal_name(-code)}"
         else:
             ended = f"exited with status {code}"
-        line = self.last_line()
+        silent = code in (-signal.SIGKILL, -signal.SIGTERM)  # its last line is of something else
+        line = "" if silent else self.last_line()
         return f"{ended} {where}: {line}" if line else f"{ended} {where}"
 
     def last_line(self) -> str:

@@ -4,7 +4,7 @@ The references are norm.rms_norm, norm.group_rms_norm, rope.rotate and rope.rota
 fp32, bf16 or fp16; sums are fp32 and results are rounded once, to the dtype of out. Rows may lie at any
 stride; the last axis is contiguous. All run on the current stream; out may be the input itself.
 
-No stage calls these yet: models/ runs the references on every device.
+norm.rms_norm calls rms_norm_cuda for what lies on a device; the others are not called by a stage yet.
 
 Letters: T rows, H heads or groups, D dims of one, R rotated pairs.
 """

@@ -31,6 +31,7 @@ class GroupedScratch:
     hidden_nF: Tensor
     x_nD: Tensor | None  # gathered rows; grouped_mm only
     ends_G: Tensor | None  # int32; grouped_mm only
+    num_groups: int  # experts that a call may have
 
 
 def grouped_method(device: torch.device, dtype: torch.dtype, hidden: int, width: int) -> tuple[Method, str]:
@@ -72,6 +73,7 @@ def make_grouped_scratch(
         hidden_nF=empty(width, dtype),
         x_nD=empty(hidden, dtype) if takes_gathered else None,
         ends_G=gate_up_GFD.new_empty((groups,), dtype=torch.int32) if takes_gathered else None,
+        num_groups=groups,
     )
 
 
@@ -184,14 +186,15 @@ def _by_grouped_mm(
         x_SD.stride(0),
         BLOCK=block,
     )
-    torch.sub(offsets_G1[1:], offsets_G1[:1], out=scratch.ends_G)
-    scratch.ends_G.sub_(skip_rows).clamp_(0, capacity)
-    both = functional.grouped_mm(scratch.x_nD, gate_up_GFD.transpose(1, 2), offs=scratch.ends_G)
+    ends_G = scratch.ends_G[:groups]
+    torch.sub(offsets_G1[1:], offsets_G1[:1], out=ends_G)
+    ends_G.sub_(skip_rows).clamp_(0, capacity)
+    both = functional.grouped_mm(scratch.x_nD, gate_up_GFD.transpose(1, 2), offs=ends_G)
     block = min(power_of_two(width), 1024)
     rows.swiglu_rows_kernel[(capacity, -(-width // block))](
         both, scratch.hidden_nF, offsets_G1, skip_rows, capacity, groups, width, BOUNDED=True, BLOCK=block
     )
-    y = functional.grouped_mm(scratch.hidden_nF, down_GDF.transpose(1, 2), offs=scratch.ends_G)
+    y = functional.grouped_mm(scratch.hidden_nF, down_GDF.transpose(1, 2), offs=ends_G)
     return y if y.dtype == scratch.y_nD.dtype else scratch.y_nD.copy_(y)
 
 

@@ -6,6 +6,11 @@ from torch import Tensor
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise the last axis to unit mean square, then multiply by weight of that axis' length."""
+    if x.is_cuda and x.dim() in {2, 3}:
+        from strata_coord.kernels.cuda_norm import rms_norm_cuda
+
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        return rms_norm_cuda(x, weight.contiguous(), eps, out=out)
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 

@@ -104,12 +104,19 @@ class DenseWeights:
             dequant.dequantize(batch.loaded(), batch.ggml_type, values.numel(), out=values)
         return expanded.tensors
 
-    def rows(self, group: str, ids: torch.Tensor | slice) -> torch.Tensor:
-        """Rows of the one matrix of a group, [N, in]; ids: int64 [N], or a slice of rows."""
+    def rows(
+        self, group: str, ids: torch.Tensor | slice, *, device: torch.device | None = None
+    ) -> torch.Tensor:
+        """Rows of the one matrix of a group, [N, in]; ids: int64 [N], or a slice of rows.
+
+        device: where the rows are wanted, if not where the matrix is: they cross quantised.
+        """
         (batch,) = self._batches[group]
         ((_, extent),) = batch.extents.items()
         num_rows, in_features = extent.shape
         raw = batch.loaded().view(num_rows, -1)[ids]
+        if device is not None:
+            raw = raw.to(device)
         dtype = torch.float32 if extent.ggml_type == F32 else self._dtype
         out = torch.empty(raw.shape[0], in_features, dtype=dtype, device=raw.device)
         return dequant.dequantize(raw.contiguous(), extent.ggml_type, tuple(out.shape), out=out)

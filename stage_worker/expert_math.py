@@ -155,10 +155,10 @@ class GroupedExpertMath:
             offsets = self._offsets[places[0] : places[-1] + 2]
         else:  # experts without rows lie in between: each one's end is the next one's begin all the same
             offsets = self._offsets[torch.tensor([*places, places[-1] + 1], device=self._offsets.device)]
-        scratch = self._scratch.get(layout.layer)
-        if scratch is None or scratch.hidden_nF.shape[1] != down.shape[2]:
+        scratch = self._scratch.get(down.shape[2])
+        if scratch is None or scratch.num_groups < len(batch.experts):
             scratch = make_grouped_scratch(self._pass_rows, gate_up, method=self.method)
-            self._scratch[layout.layer] = scratch
+            self._scratch[down.shape[2]] = scratch
         for skip in range(0, batch.last - batch.first, self._pass_rows):
             y_nD = grouped_swiglu(
                 self._x_SD,

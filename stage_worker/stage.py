@@ -345,7 +345,8 @@ class Stage:
         if self._embedding is None:
             message = f"stage {self.assignment.stage} has no embedding"
             raise InvariantError(message)
-        return self._family.embed(self._embedding.rows(EMBEDDING_GROUP, ids))
+        rows = self._embedding.rows(EMBEDDING_GROUP, ids, device=self.backend.device)
+        return self._family.embed(rows)
 
 
 def _dense_groups(

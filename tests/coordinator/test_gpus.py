@@ -112,7 +112,8 @@ def test_no_library_no_driver_and_no_card_are_reasons(found, nvml, monkeypatch):
     nvml.driver = False
     assert found() == FoundDevices(reason="no NVIDIA driver: nvmlInit: Driver Not Loaded")
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert found() == FoundDevices(reason="the package nvidia-ml-py is not installed: pip install -e '.[cuda13]'")
+    missing = "the package nvidia-ml-py is not installed: pip install -e '.[cuda13]'"
+    assert found() == FoundDevices(reason=missing)
 
 
 def test_a_driver_that_fails_in_the_middle_is_a_reason_and_is_let_go(found, nvml):
