@@ -29,6 +29,5 @@ def launch(kernel: "cupy.RawKernel", blocks: int, threads: int, arguments: Seque
     """Queue a kernel on the current torch stream."""
     import cupy
 
-    stream = cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
-    with stream:
+    with cupy.cuda.Stream.from_external(torch.cuda.current_stream()):
         kernel((blocks,), (threads,), tuple(arguments))

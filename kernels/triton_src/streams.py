@@ -38,6 +38,9 @@ def stream_kernel(
         value = tl.load(rows + t * N * D + place, mask=is_d, other=0.0)
         if WRITE:
             value += tl.load(write + t * N + n) * added
+            # A row narrower than the program's threads is held by several warps. Without this one of them
+            # could load what another has stored already, and go on with y added twice.
+            tl.debug_barrier()
             tl.store(rows + t * N * D + place, value, mask=is_d)
         if NORM:
             scale = tl.rsqrt(tl.sum(value * value, axis=0) / D + eps)
