@@ -292,10 +292,19 @@ def doctor(*, json: Json = False, debug: Debug = False) -> int:
 
 
 def _check_writable(path: Path | None, option: str) -> None:
-    """Refuse an output file in a folder that is not there, before minutes of work are lost to it."""
-    if path is not None and not path.absolute().parent.is_dir():
-        message = f"{option}: folder {path.absolute().parent} does not exist"
-        raise typer.BadParameter(message)
+    """Refuse an output file that cannot be made, before minutes of work are lost to it."""
+    if path is None:
+        return
+    is_new = not path.exists()
+    if is_new or path.is_file():  # of a pipe, opening would wait for its reader
+        try:
+            with path.open("ab"):
+                pass
+            if is_new:
+                path.unlink()
+        except OSError as error:
+            message = f"{option}: {path}: {error.strerror}"
+            raise typer.BadParameter(message) from None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

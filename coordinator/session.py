@@ -179,7 +179,15 @@ class Session:
         plan = plan_prompt(self._plan, len(prompt), mode=self._options.mode or self._config.prefill.mode)
         self._screen.refresh()
         self._screen.note(f"{len(prompt):,} tokens: {plan.reason}; experts by {plan.upload}")
-        room = min(self._plan.context_tokens, self._plan.kv_pool_tokens) - len(prompt)
+        limits = {
+            "model.context_tokens": self._plan.context_tokens,
+            "kv.pool_tokens": self._plan.kv_pool_tokens,
+        }
+        key = min(limits, key=limits.__getitem__)  # the first of equals
+        room = limits[key] - len(prompt)
+        if room < self._options.max_tokens:
+            wanted = self._options.max_tokens
+            self._screen.note(f"{key} leaves the answer room for {room:,} of the {wanted:,} tokens allowed")
         request = GenerationRequest(
             prompt_ids=prompt,
             max_tokens=min(self._options.max_tokens, room),

@@ -97,6 +97,7 @@ def test_a_dash_reads_the_prompt_from_standard_input(launched: list[LaunchOption
         (["launch", "c", "--mode", "sideways"], ["sideways", "layer-major"]),
         (["launch", "c", "--prompt-file", "/nonexistent/p"], ["--prompt-file"]),
         (["launch", "c", "--trace", "/nonexistent/t.json"], ["--trace", "/nonexistent"]),
+        (["launch", "c", "--trace", "/proc/t.json"], ["--trace", "/proc/t.json: "]),
         (["launch", "c", "--no-such-option"], ["--no-such-option"]),
         (["lanch"], ["launch"]),
         (["plan", "c", "--prompt-tokens", "-5"], ["--prompt-tokens"]),

@@ -69,6 +69,19 @@ def test_a_piped_prompt_loop_answers_line_after_line_and_survives_bad_ones(one_s
     assert done.stdout == half * 2 or answers[0] == answers[-2], done.stdout
 
 
+def test_an_answer_without_the_room_it_may_take_says_so(one_stage: Path, tmp_path: Path) -> None:
+    ids = tmp_path / "ids.json"
+    ids.write_text(json.dumps([5] * 60))
+    limits = ["--set", "model.context_tokens=64", "--prompt-ids", ids, "--json"]
+    cut = run("launch", one_stage, *limits, "--max-tokens", "9")
+    assert cut.code == 0, cut.stderr
+    assert cut.report["generated_tokens"] <= 4
+    assert "model.context_tokens leaves the answer room for 4 of the 9 tokens" in cut.stderr
+    whole = run("launch", one_stage, *limits, "--max-tokens", "4")
+    assert whole.code == 0, whole.stderr
+    assert "room" not in whole.stderr
+
+
 def test_the_chat_template_is_used_unless_raw(one_stage: Path) -> None:
     """The number of tokens tells; a context that is too short is told before any stage starts."""
     short = ["--set", "model.context_tokens=64", "--max-tokens", "1", "--json"]
