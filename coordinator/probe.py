@@ -17,15 +17,16 @@ from pathlib import Path
 from strata_coord.coordinator.cuda_install import missing_for_cuda
 from strata_coord.coordinator.gpus import NO_LIBRARY, FoundDevices, find_devices
 from strata_coord.coordinator.rig import ASSUMED_RATES, Limits, NodeFacts, Rate, Rig
+from strata_coord.ipc.memory_policy import parse_cpu_list
 
-__all__ = ["cpu_list", "measured_copy_rate", "memory_limit", "probe_rig", "usable_devices"]
+__all__ = ["measured_copy_rate", "memory_limit", "probe_rig", "usable_devices"]
 
 _SYSFS_NODES = Path("/sys/devices/system/node")
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
-# Large enough to leave the caches of common hosts, small enough to take a few milliseconds.
 # The driver's own device node. Without it there is no card, and a laptop needs no word about one.
 _CARD_NODE = Path("/dev/nvidiactl")
+# Large enough to leave the caches of common hosts, small enough to take a few milliseconds.
 _COPY_BYTES = 32 << 20
 _COPY_RUNS = 3
 # cgroup v1 writes "no limit" as a number near 2**63.
@@ -101,20 +102,10 @@ def measured_copy_rate() -> float:
     return _COPY_BYTES / max(best, 1e-9)
 
 
-def cpu_list(text: str) -> tuple[int, ...]:
-    """Return the CPUs of a kernel list such as "0-3,8"."""
-    cpus: list[int] = []
-    for part in text.strip().split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
-        if match:
-            cpus += range(int(match[1]), int(match[2] or match[1]) + 1)
-    return tuple(cpus)
-
-
 def _nodes(folder: Path, cpus: tuple[int, ...], total_bytes: int) -> tuple[NodeFacts, ...]:
     nodes = []
     for path in sorted(folder.glob("node[0-9]*"), key=lambda one: int(one.name[4:])):
-        own = tuple(cpu for cpu in cpu_list(_text(path / "cpulist")) if cpu in cpus)
+        own = tuple(cpu for cpu in sorted(parse_cpu_list(_text(path / "cpulist"))) if cpu in cpus)
         found = re.search(r"MemTotal:\s+(\d+) kB", _text(path / "meminfo"))
         memory = int(found[1]) * 1024 if found else total_bytes
         if own:

@@ -1,5 +1,7 @@
 """What both ends of a link share in hand-off protocol H/1: epoch, generation, and the order of hand-offs."""
 
+from abc import ABC, abstractmethod
+
 from strata_coord.ipc.errors import InvariantError, ProtocolError
 from strata_coord.ipc.messages import Grant, Put, Return
 
@@ -34,7 +36,7 @@ class HandOffOrder:
         self.super_chunk += last
 
 
-class LinkSide:
+class LinkSide(ABC):
     """Epoch and generation, the same at both ends."""
 
     def __init__(self, num_slots: int, slot_rows: int, generation: int) -> None:
@@ -50,9 +52,9 @@ class LinkSide:
         self.order = HandOffOrder()
 
     @property
+    @abstractmethod
     def is_settled(self) -> bool:
         """Whether the link is in its initial state, as BeginEpoch needs it."""
-        raise NotImplementedError
 
     def open_epoch(self, epoch: int) -> None:
         """Begin an epoch on a link in its initial state."""

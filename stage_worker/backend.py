@@ -39,6 +39,15 @@ class Stream(Protocol):
         """Finish what was appended and end the stream."""
 
 
+def copy_work(target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
+    """Work for a stream: copy source to target, both as they are when it runs."""
+
+    def copy() -> None:
+        target.copy_(source, non_blocking=True)
+
+    return copy
+
+
 class Backend(Protocol):
     """A device: where its memory is and which streams it has."""
 

@@ -15,7 +15,7 @@ import torch
 from strata_coord.ipc.errors import ProtocolError
 from strata_coord.ipc.messages import Put, SuperChunk
 from strata_coord.ipc.status_page import EventKind, StagePhase
-from strata_coord.stage_worker.backend import Event, Stream
+from strata_coord.stage_worker.backend import Event, Stream, copy_work
 from strata_coord.stage_worker.clock import ActivityClock
 from strata_coord.stage_worker.counters import TransferCounters
 from strata_coord.stage_worker.reporting import StatusReporter
@@ -102,7 +102,7 @@ class InboundRows:
                 with self._clock.during("hand_off"):
                     source = self._slots.view(put.slot, put.rows)
                     target = rows_SW[put.first_row : put.first_row + put.rows]
-                    self._compute.run(_copy_work(target, source))
+                    self._compute.run(copy_work(target, source))
             elif rows_SW.shape[0]:
                 complete = False
             self._release(put.slot)
@@ -206,15 +206,8 @@ class OutboundRows:
                 target = self._slots.view(slot, filled.rows)
                 self._counters.add(handed_off=rows_TW.numel() * BYTES_PER_VALUE)
                 self._copy.wait(self._compute.record())  # the rows' last kernels
-                self._copy.run(_copy_work(target, rows_TW))
+                self._copy.run(copy_work(target, rows_TW))
             self._last_copy = self._copy.record()
             # Publish after write, and let another thread wait for the write.
             self._publisher.wait(self._last_copy)
             self._publisher.run(lambda: self._post(filled))
-
-
-def _copy_work(target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
-    def copy() -> None:
-        target.copy_(source, non_blocking=True)
-
-    return copy

@@ -9,14 +9,14 @@ queued; every release queues the next.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 
 import torch
 
 from strata_coord.ipc.errors import InvariantError
-from strata_coord.stage_worker.backend import Backend, Event, Stream
+from strata_coord.stage_worker.backend import Backend, Event, Stream, copy_work
 from strata_coord.stage_worker.blobs import aligned
 from strata_coord.stage_worker.counters import TransferCounters
 from strata_coord.stage_worker.expert_tiers import ExpertTiers
@@ -161,7 +161,7 @@ class Stager:
         for free in set(self._slot_free[slot : slot + len(experts)]):
             if free is not None:
                 self._copy.wait(free)
-        self._copy.run(_copy_work(self._window[start : start + span], source))
+        self._copy.run(copy_work(self._window[start : start + span], source))
         ready = self._copy.record()
         if staged is not None:
             self._staging_free[staged] = ready
@@ -185,10 +185,3 @@ class Stager:
         self._read.run(lambda: self._tiers.read_file(layer, expert, target))
         self._copy.wait(self._read.record())
         return staged
-
-
-def _copy_work(target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
-    def copy() -> None:
-        target.copy_(source, non_blocking=True)
-
-    return copy

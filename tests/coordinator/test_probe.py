@@ -1,6 +1,6 @@
 import os
 
-from strata_coord.coordinator.probe import cpu_list, measured_copy_rate, memory_limit, probe_rig
+from strata_coord.coordinator.probe import measured_copy_rate, memory_limit, probe_rig
 
 
 def test_the_probe_finds_this_host():
@@ -14,11 +14,6 @@ def test_the_probe_finds_this_host():
 def test_a_measured_rate_says_so():
     assert probe_rig().rates.copy_bytes_per_s.source == "measured"
     assert measured_copy_rate() > 1e7
-
-
-def test_cpu_lists():
-    assert cpu_list("0-3,8\n") == (0, 1, 2, 3, 8)
-    assert cpu_list("") == ()
 
 
 def test_the_least_limit_of_all_parent_groups_counts(tmp_path):
